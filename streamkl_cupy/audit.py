@@ -1,0 +1,360 @@
+"""How accurate is it? Errors against float64, beside those of the textbook float32 formula.
+
+The accuracy rule of this package, for every output::
+
+    error = norm(x - ref) / norm(ref)                  # ref in float64; absolute where ref is 0
+    error(ours) <= 2 * error(baseline) + floor         # floor: 1e-6 for kl and lse, 1e-5 for gradients
+
+The baseline is what one would write with ``log_softmax`` in float32 on the same inputs. Its logit
+gradients are rounded to the mantissa of the input dtype before the products, because that is what
+any kernel on the matrix units must do, and its gradients are rounded to the output dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from . import api, reference
+
+GRADIENTS = ("q1", "k1", "q2", "k2")
+FORWARD_FLOOR = 1e-6
+GRADIENT_FLOOR = 1e-5
+
+# Significant bits of the dtypes whose logit gradients are rounded before the products.
+_SIGNIFICANT_BITS = {"bfloat16": 8, "float16": 11}
+# Elements of one materialised block of logits: 16 MiB in float32, whatever the number of keys.
+_BLOCK_ELEMENTS = 1 << 22
+
+
+def error(x: Any, ref: Any) -> float:
+    """Relative error of `x` in the 2-norm, against a float64 reference.
+
+    Only the elements where `ref` is finite count (an empty row has ``lse = -inf``); compare where
+    the two are non-finite with `nonfinite_rows`. A non-finite `x` where `ref` is finite gives
+    ``inf``.
+
+    Parameters
+    ----------
+    x, ref
+        Arrays of one shape, of any float dtype.
+
+    Returns
+    -------
+    float
+        ``norm(x - ref) / norm(ref)``, or ``norm(x - ref)`` where ``norm(ref)`` is 0.
+
+    Raises
+    ------
+    ValueError
+        If the shapes differ.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> error(np.array([3.0, 4.5]), np.array([3.0, 4.0]))
+    0.1
+    """
+    got = np.asarray(x).astype(np.float64)
+    expected = np.asarray(ref).astype(np.float64)
+    if got.shape != expected.shape:
+        raise ValueError(f"x: expected the shape of ref, {expected.shape}, got {got.shape}")
+    counts = np.isfinite(expected)
+    expected, got = expected[counts], got[counts]
+    if not np.isfinite(got).all():
+        return math.inf
+    size = float(np.linalg.norm(expected))
+    difference = float(np.linalg.norm(got - expected))
+    return difference / size if size > 0 else difference
+
+
+def nonfinite_rows(name: str, x: Any) -> np.ndarray:
+    """Where `x` holds NaN or Inf: per element for kl and lse, per query or key row for a gradient.
+
+    Parameters
+    ----------
+    name
+        The output: ``"kl" "lse1" "lse2"``, or ``"dq1"`` and so on.
+    x
+        The output itself; a gradient has the head dimension last.
+
+    Returns
+    -------
+    numpy.ndarray
+        Booleans, of the shape of `x` for kl and lse, and without the last axis for gradients.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> nonfinite_rows("dq1", np.array([[1.0, 2.0], [np.nan, 0.0]])).tolist()
+    [False, True]
+    """
+    bad = ~np.isfinite(np.asarray(x).astype(np.float64))
+    return bad.any(axis=-1) if name.startswith("d") else bad
+
+
+def limit(name: str, baseline: float) -> float:
+    """The largest error that the accuracy rule allows.
+
+    Parameters
+    ----------
+    name
+        The output: ``"kl" "lse1" "lse2"``, or ``"dq1"`` and so on.
+    baseline
+        The error of the textbook formula on the same inputs.
+
+    Returns
+    -------
+    float
+        ``2 * baseline + floor``.
+
+    Examples
+    --------
+    >>> limit("kl", 1e-6)
+    3e-06
+    """
+    return 2 * baseline + (GRADIENT_FLOOR if name.startswith("d") else FORWARD_FLOOR)
+
+
+def baseline_forward(
+    q1: Any,
+    k1: Any,
+    q2: Any,
+    k2: Any,
+    *,
+    causal: bool = False,
+    scale1: float | None = None,
+    scale2: float | None = None,
+    layout: str = "bhnd",
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """KL and log-sum-exp by the textbook formula in float32.
+
+    ``sum(exp(logp1) * (logp1 - logp2))`` with ``logp = log_softmax(scale * q @ k.T)``, one block of
+    query rows after another (rows are independent, so blocks change no value).
+
+    Parameters
+    ----------
+    q1, k1, q2, k2
+        NumPy arrays as in `streamkl_cupy.attention_kl`, of any float dtype.
+    causal, scale1, scale2, layout
+        As in `streamkl_cupy.attention_kl`.
+
+    Returns
+    -------
+    tuple of numpy.ndarray
+        kl, lse1, lse2 in nats: float32, of the shape of `q1` without its last axis.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q = np.eye(2, dtype=np.float32)
+    >>> baseline_forward(q, q, q, q)[0].tolist()
+    [0.0, 0.0]
+    """
+    textbook = _Textbook.of(q1, k1, q2, k2, causal, scale1, scale2, layout)
+    outputs = [np.empty(textbook.q1.shape[:3], np.float32) for _ in range(3)]
+    with np.errstate(all="ignore"):
+        for block in textbook.blocks():
+            for output, value in zip(outputs, (block.kl, block.lse1, block.lse2), strict=True):
+                output[block.batch, block.head, block.rows] = value
+    kl, lse1, lse2 = (_restore(x[..., None], q1.ndim, layout)[..., 0] for x in outputs)
+    return kl, lse1, lse2
+
+
+def baseline_backward(
+    dkl: Any,
+    q1: Any,
+    k1: Any,
+    q2: Any,
+    k2: Any,
+    *,
+    wrt: Sequence[str] = ("q2", "k2"),
+    causal: bool = False,
+    scale1: float | None = None,
+    scale2: float | None = None,
+    layout: str = "bhnd",
+) -> tuple[np.ndarray, ...]:
+    """Gradients by the textbook formula in float32.
+
+    ``ds2 = g (p2 - p1)`` and ``ds1 = g p1 (logp1 - logp2 - kl)``, rounded to the mantissa of the
+    input dtype, then ``dq = scale * ds @ k`` and ``dk = scale * ds.T @ q``.
+
+    Parameters
+    ----------
+    dkl
+        Upstream gradient, of the shape of `q1` without its last axis.
+    q1, k1, q2, k2
+        NumPy arrays as in `streamkl_cupy.attention_kl`, of any float dtype.
+    wrt
+        Names of the inputs whose gradients are wanted.
+    causal, scale1, scale2, layout
+        As in `streamkl_cupy.attention_kl`.
+
+    Returns
+    -------
+    tuple of numpy.ndarray
+        In the order of `wrt`, each of the dtype, shape and layout of its input.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q = np.eye(2, dtype=np.float32)
+    >>> dq2, dk2 = baseline_backward(np.ones(2), q, q, q, q)
+    >>> float(abs(dq2).max()), float(abs(dk2).max())
+    (0.0, 0.0)
+    """
+    textbook = _Textbook.of(q1, k1, q2, k2, causal, scale1, scale2, layout)
+    upstream = _canonical(np.asarray(dkl, np.float32)[..., None], layout)[..., 0]
+    inputs = {name: getattr(textbook, name) for name in GRADIENTS}
+    sums = {name: np.zeros(inputs[name].shape, np.float32) for name in wrt}
+    dtype = np.asarray(q1).dtype
+    with np.errstate(all="ignore"):
+        for block in textbook.blocks():
+            at_q = (block.batch, block.head, block.rows)
+            for side, logit_gradient in (("1", block.ds1), ("2", block.ds2)):
+                if not {"q" + side, "k" + side} & sums.keys():
+                    continue
+                q, k = inputs["q" + side], inputs["k" + side]
+                at_k = (block.batch, block.head // (q.shape[1] // k.shape[1]), block.keys)
+                ds = logit_gradient() * upstream[at_q][:, None]
+                ds = np.where(block.allowed, _round_mantissa(ds, dtype), np.float32(0))
+                if "q" + side in sums:
+                    sums["q" + side][at_q] = _sum_allowed(ds, k[at_k], block.allowed)
+                if "k" + side in sums:
+                    sums["k" + side][at_k] += _sum_allowed(ds.T, q[at_q], block.allowed.T)
+        scales = {"1": textbook.scale1, "2": textbook.scale2}
+        return tuple(
+            _restore((sums[name] * scales[name[1]]).astype(dtype), q1.ndim, layout) for name in wrt
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Some query rows of one head, with the keys that any of them may see."""
+
+    batch: int
+    head: int
+    rows: slice
+    keys: slice
+    allowed: np.ndarray
+    log_p1: np.ndarray
+    log_p2: np.ndarray
+    lse1: np.ndarray
+    lse2: np.ndarray
+    kl: np.ndarray
+
+    def ds1(self) -> np.ndarray:
+        return np.exp(self.log_p1) * (self.log_p1 - self.log_p2 - self.kl[:, None])
+
+    def ds2(self) -> np.ndarray:
+        return np.exp(self.log_p2) - np.exp(self.log_p1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Textbook:
+    """The inputs in float32 and in the order batch, head, row, dimension."""
+
+    q1: np.ndarray
+    k1: np.ndarray
+    q2: np.ndarray
+    k2: np.ndarray
+    causal: bool
+    scale1: np.float32
+    scale2: np.float32
+
+    @classmethod
+    def of(
+        cls,
+        q1: Any,
+        k1: Any,
+        q2: Any,
+        k2: Any,
+        causal: bool,
+        scale1: float | None,
+        scale2: float | None,
+        layout: str,
+    ) -> _Textbook:
+        a, b, c, d = (_canonical(np.asarray(x, np.float32), layout) for x in (q1, k1, q2, k2))
+        scale1 = a.shape[-1] ** -0.5 if scale1 is None else scale1
+        scale2 = c.shape[-1] ** -0.5 if scale2 is None else scale2
+        return cls(a, b, c, d, causal, np.float32(scale1), np.float32(scale2))
+
+    def blocks(self) -> Iterator[_Block]:
+        num_batches, num_heads, num_queries, _ = self.q1.shape
+        num_keys = self.k1.shape[2]
+        step = max(1, _BLOCK_ELEMENTS // max(1, num_keys))
+        for batch in range(num_batches):
+            for head in range(num_heads):
+                for start in range(0, num_queries, step):
+                    yield self._block(batch, head, start, min(start + step, num_queries))
+
+    def _block(self, batch: int, head: int, start: int, stop: int) -> _Block:
+        num_heads, num_queries = self.q1.shape[1:3]
+        num_keys = self.k1.shape[2]
+        # Query i sees key j iff j <= i + N_K - N_Q.
+        ends = np.full(stop - start, num_keys)
+        if self.causal:
+            ends = np.clip(np.arange(start, stop) + 1 + num_keys - num_queries, 0, num_keys)
+        keys = slice(0, int(ends[-1]))
+        allowed = np.arange(keys.stop) < ends[:, None]
+        sides = []
+        for q, k, scale in ((self.q1, self.k1, self.scale1), (self.q2, self.k2, self.scale2)):
+            key_head = head // (num_heads // k.shape[1])
+            logits = q[batch, head, start:stop] @ k[batch, key_head, keys].T * scale
+            sides.append(_log_softmax(logits, allowed))
+        (log_p1, lse1), (log_p2, lse2) = sides
+        terms = np.exp(log_p1) * (log_p1 - log_p2)
+        kl = np.where(allowed, terms, np.float32(0)).sum(axis=1)
+        return _Block(
+            batch, head, slice(start, stop), keys, allowed, log_p1, log_p2, lse1, lse2, kl
+        )
+
+
+def _log_softmax(logits: np.ndarray, allowed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    masked = np.where(allowed, logits, np.float32(-np.inf))
+    top = masked.max(axis=1, initial=-np.inf)
+    # A row that sees no key would give inf - inf; its log-sum-exp is -inf.
+    top = np.where(top == -np.inf, np.float32(0), top).astype(np.float32)
+    shifted = masked - top[:, None]
+    log_sum = np.log(np.exp(shifted).sum(axis=1))
+    return shifted - log_sum[:, None], top + log_sum
+
+
+def _sum_allowed(weights: np.ndarray, vectors: np.ndarray, allowed: np.ndarray) -> np.ndarray:
+    """``weights @ vectors``, where a vector with NaN or Inf reaches only the rows that see it."""
+    finite = np.isfinite(vectors).all(axis=1)
+    if finite.all():
+        return weights @ vectors
+    total = weights[:, finite] @ vectors[finite]
+    for idx in np.flatnonzero(~finite):
+        sees = allowed[:, idx]
+        total[sees] += weights[sees, idx, None] * vectors[idx]
+    return total
+
+
+def _round_mantissa(x: np.ndarray, dtype: Any) -> np.ndarray:
+    """Round float32 to the significant bits of `dtype`, to nearest even, keeping the exponent."""
+    if str(dtype) not in _SIGNIFICANT_BITS:
+        return x
+    dropped = 24 - _SIGNIFICANT_BITS[str(dtype)]
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    half = np.uint32((1 << (dropped - 1)) - 1) + ((bits >> np.uint32(dropped)) & np.uint32(1))
+    rounded = (bits + half) & np.uint32(0xFFFFFFFF << dropped & 0xFFFFFFFF)
+    return np.where(np.isfinite(x), rounded.view(np.float32), x)
+
+
+def _canonical(x: np.ndarray, layout: str) -> np.ndarray:
+    if x.ndim < 4:
+        return x[(None,) * (4 - x.ndim)]
+    return x.swapaxes(1, 2) if layout == "bnhd" else x
+
+
+def _restore(x: np.ndarray, ndim: int, layout: str) -> np.ndarray:
+    if ndim < 4:
+        return x[(0,) * (4 - ndim)]
+    return np.ascontiguousarray(x.swapaxes(1, 2)) if layout == "bnhd" else x
