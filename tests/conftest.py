@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import zlib
 from pathlib import Path
 
@@ -32,12 +33,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=missing))
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
     # Without CuPy the files under tests/gpu cannot even be imported.
-    missing = config.stash[_MISSING]
-    if missing is not None and "CuPy" in missing and GPU_TESTS in collection_path.parents:
-        return True
-    return None
+    return True if GPU_TESTS in collection_path.parents and not _HAS_CUPY else None
 
 
 def pytest_terminal_summary(
@@ -56,14 +54,15 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
 
 
 _MISSING = pytest.StashKey[str | None]()
+_HAS_CUPY = importlib.util.find_spec("cupy") is not None
 
 
 def _missing_card() -> str | None:
     """Why the GPU tests cannot run here, in a few words; None if they can."""
-    try:
-        import cupy
-    except ImportError:
+    if not _HAS_CUPY:
         return "CuPy is not installed (extras cu12 and cu13)"
+    import cupy
+
     try:
         num_devices = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
