@@ -2,8 +2,8 @@
 
 The accuracy rule of this package, for every output::
 
-    error = norm(x - ref) / norm(ref)                  # ref in float64; absolute where ref is 0
-    error(ours) <= 2 * error(baseline) + floor         # floor: 1e-6 for kl and lse, 1e-5 for gradients
+    error = norm(x - ref) / norm(ref)              # ref in float64; absolute where ref is 0
+    error(ours) <= 2 * error(baseline) + floor     # floor 1e-6 for kl and lse, 1e-5 for gradients
 
 The baseline is what one would write with ``log_softmax`` in float32 on the same inputs. Its logit
 gradients are rounded to the mantissa of the input dtype before the products, because that is what
@@ -13,7 +13,7 @@ any kernel on the matrix units must do, and its gradients are rounded to the out
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,13 @@ import numpy as np
 
 from . import api, reference
 
-GRADIENTS = ("q1", "k1", "q2", "k2")
+INPUTS = ("q1", "k1", "q2", "k2")
+DTYPES = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+}
 FORWARD_FLOOR = 1e-6
 GRADIENT_FLOOR = 1e-5
 
@@ -210,7 +216,7 @@ def baseline_backward(
     """
     textbook = _Textbook.of(q1, k1, q2, k2, causal, scale1, scale2, layout)
     upstream = _canonical(np.asarray(dkl, np.float32)[..., None], layout)[..., 0]
-    inputs = {name: getattr(textbook, name) for name in GRADIENTS}
+    inputs = {name: getattr(textbook, name) for name in INPUTS}
     sums = {name: np.zeros(inputs[name].shape, np.float32) for name in wrt}
     dtype = np.asarray(q1).dtype
     with np.errstate(all="ignore"):
@@ -231,6 +237,171 @@ def baseline_backward(
         return tuple(
             _restore((sums[name] * scales[name[1]]).astype(dtype), q1.ndim, layout) for name in wrt
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The verdict on one output.
+
+    Attributes
+    ----------
+    name
+        ``"kl" "lse1" "lse2" "dq1" "dk1" "dq2" "dk2"``.
+    error, baseline
+        Error of this package and of the textbook float32 formula, both against float64.
+    limit
+        The largest error allowed: ``2 * baseline + floor``.
+    same_nonfinite
+        Whether NaN and Inf stand exactly where the float64 reference has them.
+    """
+
+    name: str
+    error: float
+    baseline: float
+    limit: float
+    same_nonfinite: bool
+
+    @property
+    def passes(self) -> bool:
+        return self.error <= self.limit and self.same_nonfinite
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `measure` found: one `Line` an output, and the outputs themselves as NumPy arrays."""
+
+    lines: tuple[Line, ...]
+    outputs: dict[str, np.ndarray]
+
+    @property
+    def passes(self) -> bool:
+        return all(line.passes for line in self.lines)
+
+
+def measure(
+    q1: np.ndarray,
+    k1: np.ndarray,
+    q2: np.ndarray,
+    k2: np.ndarray,
+    dkl: np.ndarray,
+    *,
+    causal: bool = False,
+    scale1: float | None = None,
+    scale2: float | None = None,
+    layout: str = "bhnd",
+    wrt: Sequence[str] = INPUTS,
+    cupy: Any = None,
+) -> Report:
+    """Run the package on one problem and hold every output against float64.
+
+    Parameters
+    ----------
+    q1, k1, q2, k2
+        NumPy arrays as in `streamkl_cupy.attention_kl`.
+    dkl
+        Upstream gradient, of the shape of `q1` without its last axis.
+    causal, scale1, scale2, layout, wrt
+        As in `streamkl_cupy.attention_kl_backward`.
+    cupy
+        The module CuPy, to compute on its current device; None to compute on the CPU, where the
+        package is the float64 reference itself, rounded to the dtype of the inputs.
+
+    Returns
+    -------
+    Report
+        Whether the accuracy rule holds, output by output.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q = np.eye(4, dtype=np.float32)
+    >>> measure(q, q, 2 * q, q, np.ones(4, np.float32)).passes
+    True
+    """
+    problem = {"causal": causal, "scale1": scale1, "scale2": scale2, "layout": layout}
+    inputs = (q1, k1, q2, k2)
+    put: Callable[[np.ndarray], Any] = np.asarray if cupy is None else cupy.asarray
+    get: Callable[[Any], np.ndarray] = np.asarray if cupy is None else cupy.asnumpy
+
+    placed = [put(x) for x in inputs]
+    state = api.attention_kl(*placed, **problem, return_state=True)
+    gradients = api.attention_kl_backward(put(dkl), *placed, state, wrt=wrt, **problem)
+    names = ("kl", "lse1", "lse2", *("d" + name for name in wrt))
+    ours = [get(x) for x in (state.kl, state.lse1, state.lse2, *gradients)]
+
+    exact = reference.attention_kl(*inputs, **problem, return_state=True)
+    expected = (
+        *exact,
+        *reference.attention_kl_backward(dkl, *inputs, exact, wrt=wrt, **problem),
+    )
+    textbook = (
+        *baseline_forward(*inputs, **problem),
+        *baseline_backward(dkl, *inputs, wrt=wrt, **problem),
+    )
+    lines = []
+    for name, x, ref, base in zip(names, ours, expected, textbook, strict=True):
+        bad = nonfinite_rows(name, ref)
+        same = bool(np.array_equal(nonfinite_rows(name, x), bad))
+        our_error, base_error = error(x[~bad], ref[~bad]), error(base[~bad], ref[~bad])
+        lines.append(Line(name, our_error, base_error, limit(name, base_error), same))
+    return Report(tuple(lines), dict(zip(names, ours, strict=True)))
+
+
+def random_problem(
+    *,
+    batch: int = 1,
+    num_heads: int = 4,
+    num_key_heads1: int | None = None,
+    num_key_heads2: int | None = None,
+    num_queries: int = 512,
+    num_keys: int = 512,
+    head_dim1: int = 128,
+    head_dim2: int | None = None,
+    dtype: str = "bfloat16",
+    layout: str = "bhnd",
+    logit_scale: float = 1.0,
+    seed: int = 0,
+) -> dict[str, np.ndarray]:
+    """Normally distributed inputs: q1, k1, q2, k2 in `dtype` and dkl in float32.
+
+    Parameters
+    ----------
+    batch, num_heads, num_key_heads1, num_key_heads2, num_queries, num_keys, head_dim1, head_dim2
+        The shapes; key heads default to `num_heads`, `head_dim2` to `head_dim1`.
+    dtype
+        A key of `DTYPES`.
+    layout
+        ``"bhnd"`` or ``"bnhd"``.
+    logit_scale
+        Standard deviation of the logits under the default scales.
+    seed
+        Of ``numpy.random.default_rng``.
+
+    Returns
+    -------
+    dict of numpy.ndarray
+        Keyed ``"q1" "k1" "q2" "k2" "dkl"``.
+
+    Examples
+    --------
+    >>> random_problem(num_queries=3, num_keys=5, head_dim1=8)["k2"].shape
+    (1, 4, 5, 8)
+    """
+    rng = np.random.default_rng(seed)
+    dims = (head_dim1, head_dim1 if head_dim2 is None else head_dim2)
+    key_heads = [num_heads if h is None else h for h in (num_key_heads1, num_key_heads2)]
+
+    def draw(heads: int, length: int, *dim: int) -> np.ndarray:
+        shape = (batch, length, heads) if layout == "bnhd" else (batch, heads, length)
+        return rng.standard_normal((*shape, *dim), dtype=np.float32)
+
+    arrays = {}
+    for side, dim, heads in zip("12", dims, key_heads, strict=True):
+        queries = draw(num_heads, num_queries, dim) * np.float32(logit_scale)
+        arrays["q" + side] = queries.astype(DTYPES[dtype])
+        arrays["k" + side] = draw(heads, num_keys, dim).astype(DTYPES[dtype])
+    arrays["dkl"] = draw(num_heads, num_queries)
+    return arrays
 
 
 @dataclass(frozen=True, slots=True)
