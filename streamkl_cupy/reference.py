@@ -1,0 +1,434 @@
+"""The mathematics of the package in float64 NumPy: all else is held against this.
+
+For a query row with the set J of keys that it may see::
+
+    s_t,j = scale_t * <q_t, k_t,j>        lse_t = log sum_{j in J} exp(s_t,j)
+    P_t,j = exp(s_t,j - lse_t)            KL(P1 || P2) = sum_{j in J} P1_j (log P1_j - log P2_j)
+
+A pair (query, key) outside J contributes exactly nothing, whatever its query or key holds. Pairs
+inside J follow IEEE arithmetic, so a NaN or an infinity makes non-finite what depends on it: a row
+that sees a NaN or +Inf logit, or only -Inf logits, has NaN for ``kl``, for the ``lse`` of that
+side, and for what its gradients reach.
+
+Logits are materialised for a block of query rows at a time, so the memory is linear in the
+lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+__all__ = ["ReferenceState", "attention_kl", "attention_kl_backward"]
+
+_Float64 = NDArray[np.float64]
+_Bool = NDArray[np.bool_]
+_Index = NDArray[np.intp]
+
+_NAMES = ("q1", "k1", "q2", "k2")
+_LAYOUTS = ("bhnd", "bnhd")
+
+# Logits of one block: 4 MiB in float64, so that the handful of temporaries stays near the cache.
+_BLOCK_ELEMENTS = 1 << 19
+
+
+class ReferenceState(NamedTuple):
+    """What the backward needs: float64 arrays of the shape of ``q`` without its last axis."""
+
+    kl: _Float64
+    lse1: _Float64
+    lse2: _Float64
+
+
+class _State(Protocol):
+    """Anything that carries the row statistics, such as `ReferenceState`."""
+
+    @property
+    def kl(self) -> Any: ...
+    @property
+    def lse1(self) -> Any: ...
+    @property
+    def lse2(self) -> Any: ...
+
+
+@overload
+def attention_kl(
+    q1: ArrayLike,
+    k1: ArrayLike,
+    q2: ArrayLike,
+    k2: ArrayLike,
+    *,
+    causal: bool = ...,
+    scale1: float | None = ...,
+    scale2: float | None = ...,
+    layout: str = ...,
+    return_state: Literal[False] = ...,
+) -> _Float64: ...
+@overload
+def attention_kl(
+    q1: ArrayLike,
+    k1: ArrayLike,
+    q2: ArrayLike,
+    k2: ArrayLike,
+    *,
+    causal: bool = ...,
+    scale1: float | None = ...,
+    scale2: float | None = ...,
+    layout: str = ...,
+    return_state: Literal[True],
+) -> ReferenceState: ...
+def attention_kl(
+    q1: ArrayLike,
+    k1: ArrayLike,
+    q2: ArrayLike,
+    k2: ArrayLike,
+    *,
+    causal: bool = False,
+    scale1: float | None = None,
+    scale2: float | None = None,
+    layout: str = "bhnd",
+    return_state: bool = False,
+) -> _Float64 | ReferenceState:
+    """KL divergence of two attention distributions, one value a query row, in nats.
+
+    Parameters
+    ----------
+    q1, k1
+        Queries ``(B, H, N_Q, D1)`` and keys ``(B, HK1, N_K, D1)`` of P1, the first argument of KL
+        (usually the teacher). ``HK1`` divides ``H``: query head ``h`` uses key head
+        ``h // (H // HK1)``. Any float dtype.
+    q2, k2
+        The same of P2 (usually the student): ``(B, H, N_Q, D2)`` and ``(B, HK2, N_K, D2)``.
+    causal
+        Aligned to the bottom right: query i sees key j iff ``j <= i + N_K - N_Q``.
+    scale1, scale2
+        Factors of the logits; ``D_t ** -0.5`` by default. Any finite value.
+    layout
+        ``"bhnd"`` as above, or ``"bnhd"`` with heads and length swapped. Ranks 3 ``(BH, N, D)``
+        and 2 ``(N, D)`` read the same in both.
+    return_state
+        Return the log-sum-exps too, as the backward needs them.
+
+    Returns
+    -------
+    ndarray or ReferenceState
+        ``kl`` in float64, of the shape of ``q1`` without its last axis; with ``return_state`` a
+        `ReferenceState` ``(kl, lse1, lse2)`` of such arrays. A row that sees no key has ``kl = 0``
+        and ``lse = -inf``.
+
+    Raises
+    ------
+    ValueError
+        When the shapes do not fit together or `layout` is unknown.
+
+    Notes
+    -----
+    ``KL = sum_j P1_j (s1_j - s2_j) + lse2 - lse1`` as in StreamKL (arXiv 2606.20005), the logits
+    taken relative to their maxima, so that a common offset of one side costs no accuracy.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q, k1 = np.ones((1, 1)), np.zeros((2, 1))
+    >>> k2 = np.log([[1.0], [3.0]])
+    >>> kl = attention_kl(q, k1, q, k2)        # P1 = (1/2, 1/2), P2 = (1/4, 3/4)
+    >>> bool(np.isclose(kl[0], 0.5 * np.log(4 / 3)))
+    True
+    """
+    side1, side2 = _sides(q1, k1, q2, k2, scale1, scale2, layout)
+    shape = np.shape(q1)[:-1]
+    state = ReferenceState(np.zeros(shape), np.full(shape, -np.inf), np.full(shape, -np.inf))
+    kl, lse1, lse2 = (_canonical_rows(array, layout) for array in state)
+
+    with np.errstate(all="ignore"):
+        for batch, head in _head_groups(side1, side2):
+            keys1, keys2 = side1.keys(batch, head), side2.keys(batch, head)
+            for rows, allowed in _row_blocks(side1, causal):
+                num_seen = allowed.shape[1]
+                x1 = side1.logits(side1.queries(batch, head, rows), keys1[:, :num_seen])
+                x2 = side2.logits(side2.queries(batch, head, rows), keys2[:, :num_seen])
+                max1, max2 = _subtract_maximum(x1, allowed), _subtract_maximum(x2, allowed)
+
+                weight1 = np.exp(x1)
+                sum1, sum2 = weight1.sum(axis=-1), np.exp(x2).sum(axis=-1)
+                difference = np.subtract(x1, x2, out=x1)
+                difference[:, ~allowed] = 0.0
+                mean_difference = np.multiply(weight1, difference, out=weight1).sum(axis=-1) / sum1
+
+                log_sum1, log_sum2 = np.log(sum1), np.log(sum2)
+                block_kl = mean_difference + (log_sum2 - log_sum1)
+                kl[batch, head, rows] = np.where(allowed.any(axis=-1), block_kl, 0.0)
+                # Of a row without keys the sums are 0, and their logarithm the -inf that is due.
+                lse1[batch, head, rows] = max1 + log_sum1
+                lse2[batch, head, rows] = max2 + log_sum2
+
+    return state if return_state else state.kl
+
+
+def attention_kl_backward(
+    dkl: ArrayLike,
+    q1: ArrayLike,
+    k1: ArrayLike,
+    q2: ArrayLike,
+    k2: ArrayLike,
+    state: _State,
+    *,
+    wrt: Sequence[str] = ("q2", "k2"),
+    causal: bool = False,
+    scale1: float | None = None,
+    scale2: float | None = None,
+    layout: str = "bhnd",
+) -> tuple[_Float64, ...]:
+    """Gradients of ``sum(dkl * kl)`` with respect to any of the four inputs.
+
+    Parameters
+    ----------
+    dkl
+        Upstream gradient, of the shape of ``q1`` without its last axis.
+    q1, k1, q2, k2, causal, scale1, scale2, layout
+        As given to `attention_kl`.
+    state
+        Its result with ``return_state=True``, or any object with float arrays ``kl``, ``lse1`` and
+        ``lse2``. An ``lse`` too high by x makes each probability too small by the factor
+        ``exp(-x)``.
+    wrt
+        Names of the inputs whose gradients are wanted, each at most once.
+
+    Returns
+    -------
+    tuple of ndarray
+        In the order of `wrt`, in float64, each C-contiguous and of the shape of its input.
+
+    Raises
+    ------
+    ValueError
+        When the shapes do not fit together, or `layout` or a name in `wrt` is unknown.
+
+    Notes
+    -----
+    As in StreamKL (arXiv 2606.20005), with ``delta = kl - lse2 + lse1``::
+
+        dKL/ds2_j = P2_j - P1_j               dKL/ds1_j = P1_j ((s1_j - s2_j) - delta)
+        dq_t,i = scale_t * dkl_i * sum_j ds_t,ij k_t,j
+        dk_t,j = scale_t * sum_i dkl_i ds_t,ij q_t,i
+
+    where ``i`` runs over the queries of every head that shares the key head.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q, k1 = np.ones((1, 1)), np.zeros((2, 1))
+    >>> k2 = np.log([[1.0], [3.0]])
+    >>> state = attention_kl(q, k1, q, k2, return_state=True)
+    >>> (dk2,) = attention_kl_backward(np.ones(1), q, k1, q, k2, state, wrt=("k2",))
+    >>> bool(np.allclose(dk2, [[-0.25], [0.25]]))        # P2 - P1
+    True
+    """
+    side1, side2 = _sides(q1, k1, q2, k2, scale1, scale2, layout)
+    _check_wrt(wrt)
+    row_values = {"dkl": dkl, "kl": state.kl, "lse1": state.lse1, "lse2": state.lse2}
+    for name, values in row_values.items():
+        if np.shape(values) != np.shape(q1)[:-1]:
+            raise ValueError(
+                f"{name}: expected the shape of q1 without its last axis, {np.shape(q1)[:-1]}, "
+                f"got {np.shape(values)}; pass one value a query row"
+            )
+    upstream, kl, lse1, lse2 = (
+        _canonical_rows(_as_float64(values), layout) for values in row_values.values()
+    )
+    inputs = dict(zip(_NAMES, (q1, k1, q2, k2), strict=True))
+    gradients = {name: np.zeros(np.shape(inputs[name])) for name in wrt}
+    canonical = {name: _canonical(gradient, layout) for name, gradient in gradients.items()}
+    sides = {"1": side1, "2": side2}
+    trained = [t for t in sides if f"q{t}" in wrt or f"k{t}" in wrt]
+
+    with np.errstate(all="ignore"):
+        for batch, head in _head_groups(side1, side2):
+            keys = {t: side.keys(batch, head) for t, side in sides.items()}
+            dkeys = {t: np.zeros_like(keys[t]) for t in trained if f"k{t}" in wrt}
+            for rows, allowed in _row_blocks(side1, causal):
+                num_seen = allowed.shape[1]
+                seen = {t: keys[t][:, :num_seen] for t in sides}
+                queries = {t: side.queries(batch, head, rows) for t, side in sides.items()}
+                logits = {t: side.logits(queries[t], seen[t]) for t, side in sides.items()}
+                block = batch, head, rows, None
+                p1 = np.exp(logits["1"] - lse1[block])
+                for t in trained:
+                    if t == "1":
+                        delta = kl[block] - lse2[block] + lse1[block]
+                        dlogits = p1 * ((logits["1"] - logits["2"]) - delta)
+                    else:
+                        dlogits = np.exp(logits["2"] - lse2[block]) - p1
+                    dlogits *= upstream[block] * sides[t].scale
+                    dlogits[:, ~allowed] = 0.0
+                    if f"q{t}" in wrt:
+                        dqueries = _masked_product(dlogits, allowed, seen[t])
+                        canonical[f"q{t}"][batch, head, rows] = dqueries
+                    if f"k{t}" in wrt:
+                        dkeys[t][:, :num_seen] += _masked_product(
+                            dlogits.swapaxes(1, 2), allowed.T, queries[t]
+                        )
+            for t, totals in dkeys.items():
+                # Heads of one group meet in one key head, so they are added one after another.
+                for b, h, total in zip(batch, sides[t].key_head(head), totals, strict=True):
+                    canonical[f"k{t}"][b, h] += total
+
+    return tuple(gradients[name] for name in wrt)
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One distribution: queries ``(B, H, N_Q, D)``, keys ``(B, HK, N_K, D)`` and the scale."""
+
+    q: NDArray[Any]
+    k: NDArray[Any]
+    scale: float
+
+    def key_head(self, head: _Index) -> _Index:
+        group = self.q.shape[1] // self.k.shape[1]
+        key_head: _Index = head // group
+        return key_head
+
+    def queries(self, batch: _Index, head: _Index, rows: slice) -> _Float64:
+        return _as_float64(self.q[batch, head, rows])
+
+    def keys(self, batch: _Index, head: _Index) -> _Float64:
+        return _as_float64(self.k[batch, self.key_head(head)])
+
+    def logits(self, queries: _Float64, keys: _Float64) -> _Float64:
+        product: _Float64 = queries @ keys.swapaxes(1, 2)
+        product *= self.scale
+        return product
+
+
+def _as_float64(array: ArrayLike) -> _Float64:
+    return np.asarray(array).astype(np.float64, copy=False)
+
+
+def _canonical(array: NDArray[Any], layout: str) -> NDArray[Any]:
+    """View of rank 4 in the order batch, head, row, component."""
+    if array.ndim == 4:
+        return array.swapaxes(1, 2) if layout == "bnhd" else array
+    return array[(None,) * (4 - array.ndim)]
+
+
+def _canonical_rows(array: _Float64, layout: str) -> _Float64:
+    """View of rank 3 in the order batch, head, row."""
+    view: _Float64 = _canonical(array[..., None], layout)[..., 0]
+    return view
+
+
+def _sides(
+    q1: ArrayLike,
+    k1: ArrayLike,
+    q2: ArrayLike,
+    k2: ArrayLike,
+    scale1: float | None,
+    scale2: float | None,
+    layout: str,
+) -> tuple[_Side, _Side]:
+    """Check the shapes and put both distributions into the canonical order."""
+    if layout not in _LAYOUTS:
+        raise ValueError(
+            f"layout: expected one of {_LAYOUTS}, got {layout!r}; name the order of the axes"
+        )
+    arrays = dict(zip(_NAMES, map(np.asarray, (q1, k1, q2, k2)), strict=True))
+    for name, array in arrays.items():
+        if array.ndim not in (2, 3, 4) or array.ndim != arrays["q1"].ndim:
+            raise ValueError(
+                f"{name}: expected rank 2, 3 or 4, the same for all four inputs, got shape "
+                f"{array.shape}; give it as many axes as q1, which has shape {arrays['q1'].shape}"
+            )
+    view = {name: _canonical(array, layout) for name, array in arrays.items()}
+
+    def check(name: str, what: str, got: object, expected: object) -> None:
+        if got != expected:
+            raise ValueError(
+                f"{name}: expected {what} {expected}, got {got} (shape {arrays[name].shape}, "
+                f"layout {layout!r}); make the shapes of the four inputs agree"
+            )
+
+    batch, heads, num_queries, _ = view["q1"].shape
+    num_keys = view["k1"].shape[2]
+    q_shape = (batch, heads, num_queries)
+    check("q2", "the batch, heads and length of q1,", view["q2"].shape[:3], q_shape)
+    check("k2", "the length of k1,", view["k2"].shape[2], num_keys)
+    for query, key in (("q1", "k1"), ("q2", "k2")):
+        check(key, "the batch of q1,", view[key].shape[0], batch)
+        check(key, f"the head dimension of {query},", view[key].shape[3], view[query].shape[3])
+        if view[query].shape[3] == 0:
+            raise ValueError(
+                f"{query}: expected a head dimension of at least 1, got 0 "
+                f"(shape {arrays[query].shape}); give each head at least one component"
+            )
+        key_heads = view[key].shape[1]
+        if heads != key_heads and (key_heads == 0 or heads % key_heads):
+            raise ValueError(
+                f"{key}: expected a number of heads that divides the {heads} of q1, got "
+                f"{key_heads} (shape {arrays[key].shape}, layout {layout!r}); use a divisor"
+            )
+
+    def side(query: str, key: str, scale: float | None) -> _Side:
+        head_dim = view[query].shape[3]
+        return _Side(view[query], view[key], head_dim**-0.5 if scale is None else float(scale))
+
+    return side("q1", "k1", scale1), side("q2", "k2", scale2)
+
+
+def _check_wrt(wrt: Sequence[str]) -> None:
+    names = list(wrt)
+    if not names or len(set(names)) != len(names) or not set(names) <= set(_NAMES):
+        raise ValueError(
+            f"wrt: expected a non-empty selection of {_NAMES}, each at most once, got {wrt!r}; "
+            f"name the inputs whose gradients you want"
+        )
+
+
+def _head_groups(side1: _Side, side2: _Side) -> Iterator[tuple[_Index, _Index]]:
+    """Batch and head indices of the heads to work on together: many if small, else one."""
+    batch, heads, num_queries, head_dim1 = side1.q.shape
+    num_keys = side1.k.shape[2]
+    head_dim = max(head_dim1, side2.q.shape[3])
+    elements = max(num_queries * num_keys, (num_queries + num_keys) * head_dim, 1)
+    step = max(1, _BLOCK_ELEMENTS // elements)
+    for start in range(0, batch * heads, step):
+        index = np.arange(start, min(start + step, batch * heads))
+        yield index // heads, index % heads
+
+
+def _row_blocks(side: _Side, causal: bool) -> Iterator[tuple[slice, _Bool]]:
+    """Slices of query rows, each with its mask ``(rows, keys)`` up to the last key that counts."""
+    num_queries, num_keys = side.q.shape[2], side.k.shape[2]
+    step = max(1, _BLOCK_ELEMENTS // max(num_keys, 1))
+    for start in range(0, num_queries, step):
+        stop = min(start + step, num_queries)
+        num_seen = np.full(stop - start, num_keys)
+        if causal:
+            num_seen = np.clip(np.arange(start, stop) + 1 + num_keys - num_queries, 0, num_keys)
+        if num_seen[-1] > 0:
+            yield slice(start, stop), np.arange(num_seen[-1]) < num_seen[:, None]
+
+
+def _subtract_maximum(logits: _Float64, allowed: _Bool) -> _Float64:
+    """Make the logits relative to the maximum of their row, in place, and return the maxima."""
+    logits[:, ~allowed] = -np.inf
+    maximum: _Float64 = logits.max(axis=-1)
+    maximum[:, ~allowed.any(axis=-1)] = 0.0
+    logits -= maximum[..., None]
+    return maximum
+
+
+def _masked_product(weights: _Float64, allowed: _Bool, values: _Float64) -> _Float64:
+    """``weights @ values`` over the allowed pairs: the others have weight 0, but 0 * NaN is NaN."""
+    finite = np.all(np.isfinite(values), axis=-1)
+    if finite.all():
+        return weights @ values
+    product = weights @ np.where(finite[..., None], values, 0.0)
+    for group, index in zip(*np.nonzero(~finite), strict=True):
+        seen = allowed[:, index]
+        product[group, seen] += weights[group, seen, index, None] * values[group, index]
+    return product
