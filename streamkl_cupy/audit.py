@@ -19,10 +19,13 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import NDArray
 
-from . import api, reference
+from streamkl_cupy import api, problem, reference
 
-INPUTS = ("q1", "k1", "q2", "k2")
+Array = NDArray[Any]
+
+INPUTS = problem.INPUTS
 DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
@@ -79,7 +82,7 @@ def error(x: Any, ref: Any) -> float:
     return difference / size if size > 0 else difference
 
 
-def nonfinite_rows(name: str, x: Any) -> np.ndarray:
+def nonfinite_rows(name: str, x: Any) -> Array:
     """Where `x` holds NaN or Inf: per element for kl and lse, per query or key row for a gradient.
 
     Parameters
@@ -100,8 +103,8 @@ def nonfinite_rows(name: str, x: Any) -> np.ndarray:
     >>> nonfinite_rows("dq1", np.array([[1.0, 2.0], [np.nan, 0.0]])).tolist()
     [False, True]
     """
-    bad = ~np.isfinite(np.asarray(x).astype(np.float64))
-    return bad.any(axis=-1) if name.startswith("d") else bad
+    bad: Array = ~np.isfinite(np.asarray(x).astype(np.float64))
+    return np.any(bad, axis=-1) if name.startswith("d") else bad
 
 
 def limit(name: str, baseline: float) -> float:
@@ -137,7 +140,7 @@ def baseline_forward(
     scale1: float | None = None,
     scale2: float | None = None,
     layout: str = "bhnd",
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[Array, Array, Array]:
     """KL and log-sum-exp by the textbook formula in float32.
 
     ``sum(exp(logp1) * (logp1 - logp2))`` with ``logp = log_softmax(scale * q @ k.T)``, one block of
@@ -184,7 +187,7 @@ def baseline_backward(
     scale1: float | None = None,
     scale2: float | None = None,
     layout: str = "bhnd",
-) -> tuple[np.ndarray, ...]:
+) -> tuple[Array, ...]:
     """Gradients by the textbook formula in float32.
 
     ``ds2 = g (p2 - p1)`` and ``ds1 = g p1 (logp1 - logp2 - kl)``, rounded to the mantissa of the
@@ -271,7 +274,7 @@ class Report:
     """What `measure` found: one `Line` an output, and the outputs themselves as NumPy arrays."""
 
     lines: tuple[Line, ...]
-    outputs: dict[str, np.ndarray]
+    outputs: dict[str, Array]
 
     @property
     def passes(self) -> bool:
@@ -279,11 +282,11 @@ class Report:
 
 
 def measure(
-    q1: np.ndarray,
-    k1: np.ndarray,
-    q2: np.ndarray,
-    k2: np.ndarray,
-    dkl: np.ndarray,
+    q1: Array,
+    k1: Array,
+    q2: Array,
+    k2: Array,
+    dkl: Array,
     *,
     causal: bool = False,
     scale1: float | None = None,
@@ -318,25 +321,30 @@ def measure(
     >>> measure(q, q, 2 * q, q, np.ones(4, np.float32)).passes
     True
     """
-    problem = {"causal": causal, "scale1": scale1, "scale2": scale2, "layout": layout}
+    options: dict[str, Any] = {
+        "causal": causal,
+        "scale1": scale1,
+        "scale2": scale2,
+        "layout": layout,
+    }
     inputs = (q1, k1, q2, k2)
-    put: Callable[[np.ndarray], Any] = np.asarray if cupy is None else cupy.asarray
-    get: Callable[[Any], np.ndarray] = np.asarray if cupy is None else cupy.asnumpy
+    put: Callable[[Array], Any] = np.asarray if cupy is None else cupy.asarray
+    get: Callable[[Any], Array] = np.asarray if cupy is None else cupy.asnumpy
 
-    placed = [put(x) for x in inputs]
-    state = api.attention_kl(*placed, **problem, return_state=True)
-    gradients = api.attention_kl_backward(put(dkl), *placed, state, wrt=wrt, **problem)
+    p1, p2 = (put(q1), put(k1)), (put(q2), put(k2))
+    state = api.attention_kl(*p1, *p2, **options, return_state=True)
+    gradients = api.attention_kl_backward(put(dkl), *p1, *p2, state, wrt=wrt, **options)
     names = ("kl", "lse1", "lse2", *("d" + name for name in wrt))
     ours = [get(x) for x in (state.kl, state.lse1, state.lse2, *gradients)]
 
-    exact = reference.attention_kl(*inputs, **problem, return_state=True)
+    exact = reference.attention_kl(*inputs, **options, return_state=True)
     expected = (
         *exact,
-        *reference.attention_kl_backward(dkl, *inputs, exact, wrt=wrt, **problem),
+        *reference.attention_kl_backward(dkl, *inputs, exact, wrt=wrt, **options),
     )
     textbook = (
-        *baseline_forward(*inputs, **problem),
-        *baseline_backward(dkl, *inputs, wrt=wrt, **problem),
+        *baseline_forward(*inputs, **options),
+        *baseline_backward(dkl, *inputs, wrt=wrt, **options),
     )
     lines = []
     for name, x, ref, base in zip(names, ours, expected, textbook, strict=True):
@@ -361,7 +369,7 @@ def random_problem(
     layout: str = "bhnd",
     logit_scale: float = 1.0,
     seed: int = 0,
-) -> dict[str, np.ndarray]:
+) -> dict[str, Array]:
     """Normally distributed inputs: q1, k1, q2, k2 in `dtype` and dkl in float32.
 
     Parameters
@@ -391,7 +399,7 @@ def random_problem(
     dims = (head_dim1, head_dim1 if head_dim2 is None else head_dim2)
     key_heads = [num_heads if h is None else h for h in (num_key_heads1, num_key_heads2)]
 
-    def draw(heads: int, length: int, *dim: int) -> np.ndarray:
+    def draw(heads: int, length: int, *dim: int) -> Array:
         shape = (batch, length, heads) if layout == "bnhd" else (batch, heads, length)
         return rng.standard_normal((*shape, *dim), dtype=np.float32)
 
@@ -412,28 +420,30 @@ class _Block:
     head: int
     rows: slice
     keys: slice
-    allowed: np.ndarray
-    log_p1: np.ndarray
-    log_p2: np.ndarray
-    lse1: np.ndarray
-    lse2: np.ndarray
-    kl: np.ndarray
+    allowed: Array
+    log_p1: Array
+    log_p2: Array
+    lse1: Array
+    lse2: Array
+    kl: Array
 
-    def ds1(self) -> np.ndarray:
-        return np.exp(self.log_p1) * (self.log_p1 - self.log_p2 - self.kl[:, None])
+    def ds1(self) -> Array:
+        gradient: Array = np.exp(self.log_p1) * (self.log_p1 - self.log_p2 - self.kl[:, None])
+        return gradient
 
-    def ds2(self) -> np.ndarray:
-        return np.exp(self.log_p2) - np.exp(self.log_p1)
+    def ds2(self) -> Array:
+        gradient: Array = np.exp(self.log_p2) - np.exp(self.log_p1)
+        return gradient
 
 
 @dataclass(frozen=True, slots=True)
 class _Textbook:
     """The inputs in float32 and in the order batch, head, row, dimension."""
 
-    q1: np.ndarray
-    k1: np.ndarray
-    q2: np.ndarray
-    k2: np.ndarray
+    q1: Array
+    k1: Array
+    q2: Array
+    k2: Array
     causal: bool
     scale1: np.float32
     scale2: np.float32
@@ -486,7 +496,7 @@ class _Textbook:
         )
 
 
-def _log_softmax(logits: np.ndarray, allowed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _log_softmax(logits: Array, allowed: Array) -> tuple[Array, Array]:
     masked = np.where(allowed, logits, np.float32(-np.inf))
     top = masked.max(axis=1, initial=-np.inf)
     # A row that sees no key would give inf - inf; its log-sum-exp is -inf.
@@ -496,7 +506,7 @@ def _log_softmax(logits: np.ndarray, allowed: np.ndarray) -> tuple[np.ndarray, n
     return shifted - log_sum[:, None], top + log_sum
 
 
-def _sum_allowed(weights: np.ndarray, vectors: np.ndarray, allowed: np.ndarray) -> np.ndarray:
+def _sum_allowed(weights: Array, vectors: Array, allowed: Array) -> Array:
     """``weights @ vectors``, where a vector with NaN or Inf reaches only the rows that see it."""
     finite = np.isfinite(vectors).all(axis=1)
     if finite.all():
@@ -508,7 +518,7 @@ def _sum_allowed(weights: np.ndarray, vectors: np.ndarray, allowed: np.ndarray) 
     return total
 
 
-def _round_mantissa(x: np.ndarray, dtype: Any) -> np.ndarray:
+def _round_mantissa(x: Array, dtype: Any) -> Array:
     """Round float32 to the significant bits of `dtype`, to nearest even, keeping the exponent."""
     if str(dtype) not in _SIGNIFICANT_BITS:
         return x
@@ -519,13 +529,14 @@ def _round_mantissa(x: np.ndarray, dtype: Any) -> np.ndarray:
     return np.where(np.isfinite(x), rounded.view(np.float32), x)
 
 
-def _canonical(x: np.ndarray, layout: str) -> np.ndarray:
+def _canonical(x: Array, layout: str) -> Array:
     if x.ndim < 4:
         return x[(None,) * (4 - x.ndim)]
     return x.swapaxes(1, 2) if layout == "bnhd" else x
 
 
-def _restore(x: np.ndarray, ndim: int, layout: str) -> np.ndarray:
+def _restore(x: Array, ndim: int, layout: str) -> Array:
     if ndim < 4:
-        return x[(0,) * (4 - ndim)]
+        lower: Array = x[(0,) * (4 - ndim)]
+        return lower
     return np.ascontiguousarray(x.swapaxes(1, 2)) if layout == "bnhd" else x

@@ -9,7 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from streamkl_cupy.cli import find_card
+
 GPU_TESTS = Path(__file__).parent / "gpu"
+
+_MISSING = pytest.StashKey[str | None]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -17,7 +21,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_MISSING] = _missing_card()
+    cupy, text = find_card()
+    config.stash[_MISSING] = None if cupy else text
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -35,7 +40,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     # Without CuPy the files under tests/gpu cannot even be imported.
-    return True if GPU_TESTS in collection_path.parents and not _HAS_CUPY else None
+    if GPU_TESTS in collection_path.parents and importlib.util.find_spec("cupy") is None:
+        return True
+    return None
 
 
 def pytest_terminal_summary(
@@ -51,25 +58,3 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """Random numbers that depend on ``--seed`` and the test alone, not on the order of tests."""
     seed = request.config.getoption("--seed")
     return np.random.default_rng([seed, zlib.crc32(request.node.nodeid.encode())])
-
-
-_MISSING = pytest.StashKey[str | None]()
-_HAS_CUPY = importlib.util.find_spec("cupy") is not None
-
-
-def _missing_card() -> str | None:
-    """Why the GPU tests cannot run here, in a few words; None if they can."""
-    if not _HAS_CUPY:
-        return "CuPy is not installed (extras cu12 and cu13)"
-    import cupy
-
-    try:
-        num_devices = cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        return f"no NVIDIA card can be used here ({error})"
-    if num_devices == 0:
-        return "there is no NVIDIA card"
-    capability = int(cupy.cuda.Device(0).compute_capability)
-    if capability < 80:
-        return f"the card is sm_{capability}, the kernels need sm_80 or newer"
-    return None

@@ -1,0 +1,94 @@
+"""The README says what is so: its commands are those that CI runs, its figures were measured."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from bench import readme
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SHELL = re.findall(r"^```bash\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+RESULTS = {
+    "gpu": "NVIDIA X",
+    "workload": "one thing",
+    "columns": [["kernel", "kernel"], ["ms", "time, ms"]],
+    "rows": [{"kernel": "forward", "ms": 3.14159}, {"kernel": "backward", "ms": 512.7}],
+}
+
+
+def speed_problems(text: str, root: Path) -> list[str]:
+    """What is wrong with the block of speeds: figures without a file, or not those of the file."""
+    (block,) = readme.BLOCK.findall(text)
+    sources = re.findall(r"\]\((bench/results/[^)]+\.json)\)", block)
+    if not sources:
+        return ["figures without a file of results"] if re.search(r"\d", block) else []
+    results = json.loads((root / sources[0]).read_text(encoding="utf-8"))
+    return [] if block == readme.render(results, sources[0]) else [f"not what {sources[0]} says"]
+
+
+def test_two_commands_set_everything_up() -> None:
+    assert len(SHELL) == 2
+    for command in SHELL:
+        assert command.count("\n") == 1, "each is one line to paste"
+        assert command.startswith("python3 -m venv .venv && ")
+    assert SHELL[0].strip().endswith("streamkl-cupy demo")
+    assert SHELL[1].strip().endswith("pytest")
+
+
+def test_ci_runs_the_test_command_word_for_word() -> None:
+    script = ROOT / ".ci" / "run"
+    printed = subprocess.run(
+        ["bash", script, "--print-command"], capture_output=True, text=True, check=True
+    )
+    assert printed.stdout == SHELL[1]
+    assert 'bash -c "$command"' in script.read_text(encoding="utf-8")
+
+
+def test_the_python_example_runs() -> None:
+    pytest.importorskip("torch")
+    (code,) = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    lines = [line for line in code.splitlines() if line and not line.startswith("import")]
+    assert len(lines) <= 10
+    small = code.replace('device="cuda"', 'device="cpu"').replace("8192", "32")
+    assert small.count("cuda") == 0
+    names: dict[str, object] = {}
+    exec(small, names)
+    assert names["dq2"].shape == names["q2"].shape  # type: ignore[attr-defined]
+    assert float(names["loss"]) > 0  # type: ignore[arg-type]
+
+
+def test_every_figure_of_the_table_comes_from_a_file_of_results() -> None:
+    assert speed_problems(README, ROOT) == []
+
+
+def test_a_figure_changed_by_hand_is_found(tmp_path: Path) -> None:
+    path = "bench/results/speed.json"
+    (tmp_path / path).parent.mkdir(parents=True)
+    (tmp_path / path).write_text(json.dumps(RESULTS), encoding="utf-8")
+    table = readme.render(RESULTS, path)
+    assert "| backward | 513 |" in table
+    assert "| forward | 3.14 |" in table
+    text = f"<!-- speed:begin -->\n{table}<!-- speed:end -->\n"
+    assert speed_problems(text, tmp_path) == []
+    assert speed_problems(text.replace("3.14", "2.14"), tmp_path) == [f"not what {path} says"]
+    made_up = "<!-- speed:begin -->\nTwice as fast: 600 TFLOP/s\n<!-- speed:end -->\n"
+    assert speed_problems(made_up, tmp_path) == ["figures without a file of results"]
+
+
+def test_links_lead_to_files() -> None:
+    for name in ("README.md", "CONTRIBUTING.md"):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+            assert (ROOT / target).exists(), f"{name} links to {target}"
+
+
+def test_the_map_names_the_files_that_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    for path in sorted((ROOT / "streamkl_cupy").glob("*.py")):
+        assert re.search(rf"\b{re.escape(path.name)}\b", text), f"{path.name} is not on the map"
