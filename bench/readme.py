@@ -1,52 +1,72 @@
-"""Write the README's table of speeds from a file of results: ``python -m bench.readme FILE``.
+"""Write the README's table of speeds: ``python -m bench.readme [FILE ...]``.
 
-FILE is a JSON object under bench/results with
-
-* ``"gpu"``: the card's name;
-* ``"workload"``: what was measured, in a few words;
-* ``"columns"``: the columns, each ``[key, title]``;
-* ``"rows"``: one object a row, with a text or a number under each key.
-
-No figure of that table is written by hand; a test renders it again.
+Each FILE is a result of ``python -m bench``, by default those of ``forward`` and ``backward``. No
+figure of the table is written by hand: a test renders it again and compares.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from .digest import ROOT
+from .report import Column, Report
+
+DEFAULT = ("bench/results/forward.json", "bench/results/backward.json")
+COLUMNS = (
+    Column("case", "case"),
+    Column("contender", "kernel"),
+    Column("median_ms", "ms", ".2f"),
+    Column("rate", "TFLOP/s", ".0f"),
+    Column("ratio", "of cuBLAS", ".2f"),
+)
 BLOCK = re.compile(r"(?<=<!-- speed:begin -->\n).*?(?=<!-- speed:end -->)", re.DOTALL)
 
 
-def render(results: dict[str, Any], path: str) -> str:
-    """The text between the README's two markers, for the results in `path`."""
-    keys = [key for key, _ in results["columns"]]
-    rows = [[title for _, title in results["columns"]]]
-    rows += [[_cell(row[key]) for key in keys] for row in results["rows"]]
-    rows.insert(1, ["---"] * len(keys))
-    table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
-    return f"{results['gpu']}, {results['workload']} ([{path}]({path})):\n\n{table}\n"
+def render(paths: Sequence[str], root: Path = ROOT) -> str:
+    """The text between the README's two markers.
+
+    Parameters
+    ----------
+    paths
+        Files of results, relative to `root`, all of one card.
+    root
+        The directory of the README.
+
+    Returns
+    -------
+    str
+        The card, the files, and one table with every row that has a figure.
+
+    Raises
+    ------
+    ValueError
+        If the files are of different cards, or of none.
+    """
+    reports = [Report.read(root / path) for path in paths]
+    cards = {(report.environment.get("device") or {}).get("name") for report in reports}
+    if len(cards) != 1 or None in cards:
+        raise ValueError(f"expected results of one card, got those of {cards}; measure again")
+    (card,) = cards
+    titles = (f"[{r.title}]({path})" for r, path in zip(reports, paths, strict=True))
+    lines = [f"One {card}. " + "; ".join(titles) + ".", ""]
+    lines.append("| " + " | ".join(column.title for column in COLUMNS) + " |")
+    lines.append("| " + " | ".join("--:" if column.spec else "---" for column in COLUMNS) + " |")
+    for row in (row for report in reports for row in report.rows if row["status"] == "ok"):
+        lines.append("| " + " | ".join(column.cell(row) for column in COLUMNS) + " |")
+    return "\n".join(lines) + "\n"
 
 
-def _cell(value: float | int | str) -> str:
-    if isinstance(value, str):
-        return value
-    # Three digits that count, without an exponent.
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}".rstrip(".")
-
-
-def main() -> None:
-    path = Path(sys.argv[1]).resolve().relative_to(ROOT)
-    text = render(json.loads((ROOT / path).read_text(encoding="utf-8")), path.as_posix())
+def main(paths: Sequence[str]) -> None:
+    """Put the table into the README."""
+    relative = [Path(path).resolve().relative_to(ROOT).as_posix() for path in paths]
+    text = render(relative or DEFAULT)
     readme = ROOT / "README.md"
-    readme.write_text(
-        BLOCK.sub(lambda _: text, readme.read_text(encoding="utf-8"), count=1), encoding="utf-8"
-    )
+    written = BLOCK.sub(lambda _: text, readme.read_text(encoding="utf-8"), count=1)
+    readme.write_text(written, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 from pathlib import Path
@@ -10,16 +9,11 @@ from pathlib import Path
 import pytest
 
 from bench import readme
+from bench.report import Report, Row
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SHELL = re.findall(r"^```bash\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
-RESULTS = {
-    "gpu": "NVIDIA X",
-    "workload": "one thing",
-    "columns": [["kernel", "kernel"], ["ms", "time, ms"]],
-    "rows": [{"kernel": "forward", "ms": 3.14159}, {"kernel": "backward", "ms": 512.7}],
-}
 
 
 def speed_problems(text: str, root: Path) -> list[str]:
@@ -28,8 +22,7 @@ def speed_problems(text: str, root: Path) -> list[str]:
     sources = re.findall(r"\]\((bench/results/[^)]+\.json)\)", block)
     if not sources:
         return ["figures without a file of results"] if re.search(r"\d", block) else []
-    results = json.loads((root / sources[0]).read_text(encoding="utf-8"))
-    return [] if block == readme.render(results, sources[0]) else [f"not what {sources[0]} says"]
+    return [] if block == readme.render(sources, root) else [f"not what {sources} say"]
 
 
 def test_two_commands_set_everything_up() -> None:
@@ -67,18 +60,40 @@ def test_every_figure_of_the_table_comes_from_a_file_of_results() -> None:
     assert speed_problems(README, ROOT) == []
 
 
+def write_results(directory: Path, name: str, card: str, rows: list[Row]) -> None:
+    environment = {
+        "device": {"name": card, "driver_version": "1"},
+        "date": "",
+        "commit": None,
+        "versions": {},
+        "digests": {"cuda_src": ""},
+    }
+    Report(name, f"Title {name}", readme.COLUMNS, rows, environment=environment).write(directory)
+
+
 def test_a_figure_changed_by_hand_is_found(tmp_path: Path) -> None:
+    rows: list[Row] = [
+        {"case": "full", "contender": "forward", "status": "ok", "median_ms": 3.14159, "rate": 512},
+        {"case": "full", "contender": "eager", "status": "skipped"},
+    ]
+    write_results(tmp_path / "bench" / "results", "speed", "NVIDIA X", rows)
     path = "bench/results/speed.json"
-    (tmp_path / path).parent.mkdir(parents=True)
-    (tmp_path / path).write_text(json.dumps(RESULTS), encoding="utf-8")
-    table = readme.render(RESULTS, path)
-    assert "| backward | 513 |" in table
-    assert "| forward | 3.14 |" in table
+    table = readme.render([path], tmp_path)
+    assert table.startswith(f"One NVIDIA X. [Title speed]({path}).\n")
+    assert "| full | forward | 3.14 | 512 | - |\n" in table
+    assert "eager" not in table
     text = f"<!-- speed:begin -->\n{table}<!-- speed:end -->\n"
     assert speed_problems(text, tmp_path) == []
-    assert speed_problems(text.replace("3.14", "2.14"), tmp_path) == [f"not what {path} says"]
+    assert speed_problems(text.replace("3.14", "2.14"), tmp_path) == [f"not what ['{path}'] say"]
     made_up = "<!-- speed:begin -->\nTwice as fast: 600 TFLOP/s\n<!-- speed:end -->\n"
     assert speed_problems(made_up, tmp_path) == ["figures without a file of results"]
+
+
+def test_results_of_two_cards_make_no_table(tmp_path: Path) -> None:
+    for name in ("x", "y"):
+        write_results(tmp_path, name, f"NVIDIA {name}", [])
+    with pytest.raises(ValueError, match="expected results of one card"):
+        readme.render(["x.json", "y.json"], tmp_path)
 
 
 def test_links_lead_to_files() -> None:
