@@ -1,0 +1,65 @@
+// What the host passes by value. launch.py holds the same layouts as NumPy dtypes; a test compares the two.
+#pragma once
+#include "base.cuh"
+#include "key_range.cuh"
+
+// Strides are in elements; the innermost axis has stride 1.
+struct TensorRef {
+    const void* data;
+    int64 batch_stride, head_stride, row_stride;
+};
+
+struct RowsRef {  // kl, lse1, lse2 and their low parts share one set of strides
+    int64 batch_stride, head_stride, row_stride;
+};
+
+struct ForwardParams {
+    TensorRef q1, k1, q2, k2;
+    RowsRef rows;
+    float *kl, *lse1, *lse2, *lse1_low, *lse2_low;  // all but kl may be null
+    float* partials;                                // [5][rows][num_splits], null without splits
+    KeyRange range;
+    int num_heads, group1, group2;  // query heads in all, and per key head of each side
+    int head_dim1, head_dim2;
+    int num_query_tiles, num_splits;
+    float scale1, scale2;              // to base 2, never zero
+    float masked_logit1, masked_logit2;  // kMaskedLogit before the scale
+    int64 num_rows;
+};
+
+struct PrepareParams {
+    RowsRef rows;
+    const float *kl, *lse1, *lse2, *lse1_low, *lse2_low;  // low parts may be null
+    const float* dkl;
+    RowsRef dkl_rows;
+    float* row_statistics;  // [rows][4], 16-byte aligned
+    uint32* max_dkl;        // bits of the largest finite |dkl|; null unless the element type is fp16
+    int num_heads, num_queries;
+    int64 num_rows;
+};
+
+struct BackwardParams {
+    TensorRef q1, k1, q2, k2;
+    const float* dkl;
+    RowsRef dkl_rows;
+    const float* row_statistics;  // [rows][4]
+    const uint32* max_dkl;
+    void *dq, *dk;  // of the side that gets gradients
+    RowsRef dq_rows, dk_rows;
+    float* dq_scratch;  // fused only: [B H][row tiles of 16][head dim / 8][32 lanes][4]
+    KeyRange range;
+    int num_heads, group1, group2;
+    int head_dim1, head_dim2;
+    int num_blocks;        // blocks of stationary rows per head
+    float scale1, scale2;  // to base 2
+    float gradient_scale;  // scale_t of the side that gets gradients
+};
+
+struct FinishParams {
+    const float* dq_scratch;
+    void* dq;
+    RowsRef dq_rows;
+    int num_heads, num_queries, head_dim;
+    int num_row_tiles;  // of 16 rows, per head
+    float gradient_scale;
+};

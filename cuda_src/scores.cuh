@@ -1,0 +1,24 @@
+// Tiles of raw dot products S = A B^T, and their masks.
+#pragma once
+#include "base.cuh"
+#include "fragment.cuh"
+#include "key_range.cuh"
+
+// S[kRowTiles 16 rows][kCols] of one warp: the stationary operand times kCols rows of a tile in shared memory.
+template <class Element, int kHeadDim, int kRowTiles, int kCols, class Stationary>
+SKL_DEVICE void compute_scores(float (&s)[2 * kRowTiles][kCols / 4], const Stationary& stationary, uint32 tile,
+                               const LaneOffset<kHeadDim>& lane) {
+    static_assert(kCols % 16 == 0, "one ldmatrix brings two column tiles");
+    clear(s);
+    SKL_UNROLL
+    for (int k = 0; k < kHeadDim / 16; ++k) {
+        uint32 a[kRowTiles][4];
+        stationary.fetch(a, k);
+        SKL_UNROLL
+        for (int pair = 0; pair < kCols / 16; ++pair) {
+            uint32 b[4];
+            ldmatrix_x4(b, lane.address(tile, 16 * pair, k));
+            multiply_step<Element, kRowTiles>(s, a, b, pair);
+        }
+    }
+}

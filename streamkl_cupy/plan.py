@@ -1,0 +1,583 @@
+"""Plan: which kernels run for a problem on a card, in which tiles, splits and grids.
+
+The only heuristics of the package. Pure Python: a `DeviceFacts` and a `Problem` go in, a plan comes out, and the same
+plan comes out every time. ``launch.py`` carries it out without a choice of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeAlias
+
+from streamkl_cupy.problem import Problem
+
+BUCKETS = (32, 64, 96, 128, 192, 256)
+ELEMENTS = {"bfloat16": "bf16", "float16": "fp16"}
+STATE_FIELDS = 5  # m1 l1 m2 l2 acc
+FLOAT_BYTES = 4
+ROW_STATISTICS_BYTES = 16
+WORKSPACE_ALIGNMENT = 256
+# What reduce_splits and backward_prepare/finish are compiled for.
+REDUCE_ROWS_PER_BLOCK = 4
+PREPARE_THREADS = 256
+FINISH_THREADS = 256
+
+# Multiprocessors and shared memory per block of a card of each architecture, to plan for one that is not there.
+TYPICAL_CARDS = {
+    "sm_80": (108, 166_912),
+    "sm_86": (84, 101_376),
+    "sm_87": (16, 166_912),
+    "sm_89": (142, 101_376),
+    "sm_90a": (132, 232_448),
+    "sm_100": (148, 232_448),
+    "sm_120": (170, 101_376),
+}
+# Of one multiprocessor there is a little more than one block may have; 1 KB of each block is the system's.
+RESERVED_BYTES = 1024
+# The key-stationary kernels keep a few positions in static shared memory, which counts against the same limit.
+STATIC_BYTES = 64
+
+Value: TypeAlias = int | bool | str
+Template: TypeAlias = tuple[tuple[str, Value], ...]
+
+
+class PlanError(ValueError):
+    """No kernel fits the problem on this card, or an override asks for what does not exist."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """What plans depend on of a card: architecture (as NVRTC names it), multiprocessors, shared memory per block in bytes."""
+
+    arch: str
+    num_sms: int
+    shared_memory_per_block: int
+
+
+def device_facts(arch: str) -> DeviceFacts:
+    """A typical card of an architecture, for planning without one.
+
+    Raises
+    ------
+    PlanError
+        The architecture is not known.
+    """
+    if arch not in TYPICAL_CARDS:
+        raise PlanError(f"arch: expected one of {', '.join(TYPICAL_CARDS)}; got {arch!r}")
+    return DeviceFacts(arch, *TYPICAL_CARDS[arch])
+
+
+@dataclass(frozen=True, slots=True)
+class KernelPlan:
+    """One launch: the kernel (the stem of its file), its template arguments in order, and its extent."""
+
+    kernel: str
+    template: Template
+    grid: int
+    block: int
+    shared_memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardTile:
+    """How a block of ``forward_sm80`` is cut: template arguments by the names they have there."""
+
+    row_tiles: int
+    num_warps_q: int
+    num_warps_k: int
+    block_k: int
+    chunk_k: int
+    num_stages: int
+    queries_in_registers: bool
+
+    @property
+    def block_q(self) -> int:
+        return 16 * self.row_tiles * self.num_warps_q
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.num_warps_q * self.num_warps_k
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """What the kernel's launch bounds ask for."""
+        return 2 if self.num_warps_q * self.num_warps_k <= 4 else 1
+
+    def shared_memory(self, dim1: int, dim2: int) -> int:
+        queries = self.block_q * (dim1 + dim2) * 2
+        ring = self.num_stages * self.block_k * (dim1 + dim2) * 2
+        tiles = max(queries, ring) if self.queries_in_registers else queries + ring
+        states = self.num_warps_k * self.block_q * STATE_FIELDS * FLOAT_BYTES if self.num_warps_k > 1 else 0
+        return max(tiles, states)
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardTile:
+    """How a block of a backward kernel is cut: stationary rows of a warp in tiles of 16, streamed rows per tile and chunk."""
+
+    row_tiles: int
+    num_warps: int
+    block_cols: int
+    chunk_cols: int
+    num_stages: int
+
+    @property
+    def block_rows(self) -> int:
+        return 16 * self.row_tiles * self.num_warps
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.num_warps
+
+    def shared_memory(self, kernel: str, dim1: int, dim2: int) -> int:
+        pair = (dim1 + dim2) * 2
+        rows = ROW_STATISTICS_BYTES + FLOAT_BYTES  # statistics and dkl of a query
+        if kernel == "backward_dq_sm80":
+            return self.block_rows * (pair + rows) + self.num_stages * self.block_cols * pair
+        total = self.block_rows * pair + self.num_stages * self.block_cols * (pair + rows)
+        if kernel == "backward_fused_sm80":
+            total += self.block_rows * max(32, self.block_cols) * 2  # the tile of dS^T
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPlan:
+    """The forward: ``forward_sm80``, and ``reduce_splits`` where the keys of a row are split among blocks."""
+
+    name: str
+    arch: str
+    kernels: tuple[KernelPlan, ...]
+    num_query_tiles: int
+    num_splits: int
+    workspace_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SidePlan:
+    """The gradients of one side. ``dq`` and ``dk`` say which; a fused kernel gives both."""
+
+    side: int
+    prepare: KernelPlan | None
+    fused: KernelPlan | None
+    finish: KernelPlan | None
+    dq: KernelPlan | None
+    dk: KernelPlan | None
+    dq_blocks: int
+    key_blocks: int
+    scratch_bytes: int
+
+    @property
+    def kernels(self) -> tuple[KernelPlan, ...]:
+        steps = (self.prepare, self.fused, self.finish, self.dq, self.dk)
+        return tuple(step for step in steps if step is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardPlan:
+    """The backward: one `SidePlan` per side, one after the other in the same workspace."""
+
+    name: str
+    arch: str
+    sides: tuple[SidePlan, ...]
+    max_dkl_offset: int
+    scratch_offset: int
+    workspace_bytes: int
+
+    @property
+    def kernels(self) -> tuple[KernelPlan, ...]:
+        return tuple(kernel for side in self.sides for kernel in side.kernels)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Overrides, for benchmarks and ablations
+
+
+@dataclass(frozen=True, slots=True)
+class _Override:
+    num_splits: int | None = None
+    forward_tile: ForwardTile | None = None
+    backward_tile: BackwardTile | None = None
+
+
+_override: contextvars.ContextVar[_Override] = contextvars.ContextVar("streamkl_override", default=_Override())
+
+
+@contextlib.contextmanager
+def override(**choices: Any) -> Iterator[None]:
+    """Make plans differently inside a ``with`` block: what benchmarks compare choices with.
+
+    Parameters
+    ----------
+    num_splits : int
+        Number of parts the keys are split into in the forward; 1 turns splitting off.
+    forward_tile : ForwardTile
+    backward_tile : BackwardTile
+
+    Examples
+    --------
+    >>> with override(num_splits=1):
+    ...     pass
+    """
+    known = {field.name for field in fields(_Override)}
+    if unknown := set(choices) - known:
+        raise PlanError(f"override: expected some of {sorted(known)}; got {sorted(unknown)}")
+    token = _override.set(replace(_override.get(), **choices))
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+def current_override() -> object:
+    """The override in force, hashable: whoever keeps plans must keep them by it, too."""
+    return _override.get()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Forward
+
+
+def forward(problem: Problem, device: DeviceFacts, *, force: str | None = None) -> ForwardPlan:
+    """Plan the forward.
+
+    Parameters
+    ----------
+    problem
+        What to compute.
+    device
+        The card.
+    force
+        The kernel to use, ``"forward_sm80"``; None lets the plan choose.
+
+    Raises
+    ------
+    PlanError
+        ``force`` names no forward kernel, or no tile fits the card.
+    """
+    if force not in (None, "forward_sm80"):
+        raise PlanError(f'STREAMKL_FORCE: expected "forward_sm80"; got {force!r}. Unset it to let the plan choose')
+    return _forward(problem, device, _override.get())
+
+
+@functools.lru_cache(maxsize=4096)
+def _forward(problem: Problem, device: DeviceFacts, choice: _Override) -> ForwardPlan:
+    dim1, dim2 = bucket(problem.head_dim1), bucket(problem.head_dim2)
+    tile = choice.forward_tile or forward_tile(dim1, dim2, problem.num_queries, device.shared_memory_per_block)
+    num_tiles = _ceil_div(problem.num_queries, tile.block_q)
+    blocks = problem.batch * problem.num_heads * num_tiles
+    smem = tile.shared_memory(dim1, dim2)
+    max_splits = max(1, problem.num_keys // max(tile.block_k, MIN_KEYS_PER_SPLIT))
+    if choice.num_splits is not None:
+        num_splits = min(choice.num_splits, max(1, _ceil_div(problem.num_keys, tile.block_k)))
+    else:
+        resident = min(tile.blocks_per_sm, (device.shared_memory_per_block + RESERVED_BYTES) // (smem + RESERVED_BYTES))
+        num_splits = choose_splits(blocks, max_splits, device.num_sms * max(1, resident))
+    kernels = []
+    if blocks > 0:
+        template = forward_template(problem.dtype, dim1, dim2, tile, problem.aligned)
+        kernels.append(KernelPlan("forward_sm80", template, blocks * num_splits, tile.threads, smem))
+        if num_splits > 1:
+            grid = _ceil_div(problem.num_rows, REDUCE_ROWS_PER_BLOCK)
+            kernels.append(KernelPlan("reduce_splits", (), grid, 32 * REDUCE_ROWS_PER_BLOCK, 0))
+    workspace = STATE_FIELDS * FLOAT_BYTES * num_splits * problem.num_rows if num_splits > 1 else 0
+    name = (
+        f"forward_sm80_{ELEMENTS[problem.dtype]}_d{dim1}x{dim2}_q{tile.block_q}_k{tile.block_k}_s{tile.num_stages}"
+        f"{'' if problem.aligned else '_guarded'}{f'_split{num_splits}' if num_splits > 1 else ''}"
+    )
+    return ForwardPlan(name, device.arch, tuple(kernels), num_tiles, num_splits, workspace)
+
+
+def forward_tile(dim1: int, dim2: int, num_queries: int, shared_memory: int) -> ForwardTile:
+    """The first tile of the list that fits a block's shared memory; head dims are buckets."""
+    for tile in forward_tiles(dim1, dim2, num_queries):
+        if tile.shared_memory(dim1, dim2) <= shared_memory:
+            return tile
+    raise PlanError(f"forward_sm80: no tile for head dims {dim1} and {dim2} fits {shared_memory} bytes of shared memory")
+
+
+def forward_tiles(dim1: int, dim2: int, num_queries: int) -> tuple[ForwardTile, ...]:
+    """Tiles for a pair of buckets, the fastest first.
+
+    Few queries take tiles of 16 rows whose warps share the keys, so that a block is bound by memory and not by one
+    warp's products. Many queries take 32 rows a warp, which halves the shared memory traffic of the keys.
+    """
+    total = dim1 + dim2
+    if num_queries <= 16:
+        return tuple(ForwardTile(1, 1, 4, block_k, 16, stages, True) for block_k, stages in ((64, 3), (64, 2), (64, 1)))
+    if num_queries <= 64:
+        return tuple(ForwardTile(1, 4, 1, block_k, 16, stages, True) for block_k, stages in ((64, 3), (64, 2), (32, 2)))
+    if total <= 256:
+        chunk = 16 if total > 192 else 32
+        return (ForwardTile(2, 8, 1, 64, chunk, 3, True), ForwardTile(2, 4, 1, 32, chunk, 3, True))
+    return (
+        ForwardTile(2, 4, 1, 32, 32, 2, False),
+        ForwardTile(2, 4, 1, 16, 16, 2, False),
+        ForwardTile(1, 4, 1, 16, 16, 2, False),
+    )
+
+
+def forward_template(dtype: str, dim1: int, dim2: int, tile: ForwardTile, aligned: bool) -> Template:
+    """Template arguments of ``forward_sm80``."""
+    return (
+        ("Element", ELEMENTS[dtype]),
+        ("kHeadDim1", dim1),
+        ("kHeadDim2", dim2),
+        ("kRowTiles", tile.row_tiles),
+        ("kNumWarpsQ", tile.num_warps_q),
+        ("kNumWarpsK", tile.num_warps_k),
+        ("kBlockK", tile.block_k),
+        ("kChunkK", tile.chunk_k),
+        ("kNumStages", tile.num_stages),
+        ("kQueriesInRegisters", tile.queries_in_registers),
+        ("kIsAligned", aligned),
+    )
+
+
+# A split of fewer keys costs more to merge than it saves.
+MIN_KEYS_PER_SPLIT = 256
+# A split adds its start, its end and its part of the merge: about this share of the whole.
+SPLIT_OVERHEAD = 0.01
+
+
+def choose_splits(blocks: int, max_splits: int, resident: int) -> int:
+    """How many parts the keys are split into when ``resident`` blocks run at a time.
+
+    The time is that of the last wave: ``ceil(blocks * w / resident) / w`` times that of one unsplit block. Many waves
+    even themselves out and are left alone.
+    """
+    if blocks == 0 or blocks >= 4 * resident:
+        return 1
+    limit = min(max_splits, _ceil_div(4 * resident, blocks))
+
+    def cost(splits: int) -> float:
+        return _ceil_div(blocks * splits, resident) / splits * (1 + SPLIT_OVERHEAD * splits * blocks / resident)
+
+    best = min(range(1, limit + 1), key=cost)
+    # Splitting must pay for its second kernel.
+    return best if cost(best) < 0.9 * cost(1) else 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Backward
+
+
+def backward(
+    problem: Problem,
+    device: DeviceFacts,
+    wrt: tuple[str, ...],
+    *,
+    strategy: str = "auto",
+    deterministic: bool = False,
+) -> BackwardPlan:
+    """Plan the backward.
+
+    Parameters
+    ----------
+    problem
+        What to compute.
+    device
+        The card.
+    wrt
+        The inputs whose gradients are wanted, any non-empty subset of ``q1 k1 q2 k2``.
+    strategy
+        ``"fused"``: one kernel gives dQ and dK of a side where both are wanted. ``"separate"``: a kernel each.
+        ``"auto"``: the faster one.
+    deterministic
+        Only kernels whose sums have a fixed order.
+
+    Raises
+    ------
+    PlanError
+        No tile fits the card.
+    """
+    return _backward(problem, device, tuple(sorted(wrt)), strategy, deterministic, _override.get())
+
+
+@functools.lru_cache(maxsize=4096)
+def _backward(
+    problem: Problem,
+    device: DeviceFacts,
+    wrt: tuple[str, ...],
+    strategy: str,
+    deterministic: bool,
+    choice: _Override,
+) -> BackwardPlan:
+    sides = tuple(
+        _side(problem, device, side, f"q{side}" in wrt, f"k{side}" in wrt, strategy, deterministic, choice)
+        for side in (2, 1)
+        if f"q{side}" in wrt or f"k{side}" in wrt
+    )
+    max_dkl_offset = _aligned(ROW_STATISTICS_BYTES * problem.num_rows)
+    scratch_offset = max_dkl_offset + (WORKSPACE_ALIGNMENT if problem.dtype == "float16" else 0)
+    workspace = scratch_offset + max(side.scratch_bytes for side in sides)
+    dims = f"d{bucket(problem.head_dim1)}x{bucket(problem.head_dim2)}"
+    parts = [
+        f"{'fused' if side.fused else 'separate'}{side.side}"
+        + ("" if side.fused else ("_dq" if side.dq else "") + ("_dk" if side.dk else ""))
+        for side in sides
+    ]
+    name = f"backward_{'_'.join(parts)}_sm80_{ELEMENTS[problem.dtype]}_{dims}{'' if problem.aligned else '_guarded'}"
+    return BackwardPlan(name, device.arch, sides, max_dkl_offset, scratch_offset, workspace)
+
+
+def _side(
+    problem: Problem,
+    device: DeviceFacts,
+    side: int,
+    wants_dq: bool,
+    wants_dk: bool,
+    strategy: str,
+    deterministic: bool,
+    choice: _Override,
+) -> SidePlan:
+    dim1, dim2 = bucket(problem.head_dim1), bucket(problem.head_dim2)
+    trained = dim1 if side == 1 else dim2
+    heads = problem.batch * problem.num_heads
+    key_heads = problem.batch * (problem.num_key_heads1 if side == 1 else problem.num_key_heads2)
+
+    def kernel(name: str, num_rows: int, num_heads: int) -> tuple[KernelPlan | None, int]:
+        tile = choice.backward_tile or backward_tile(name, dim1, dim2, side, device.shared_memory_per_block)
+        num_blocks = _ceil_div(num_rows, tile.block_rows)
+        if num_blocks * num_heads == 0:
+            return None, 0
+        template = backward_template(name, problem.dtype, side, dim1, dim2, tile, problem.aligned)
+        smem = tile.shared_memory(name, dim1, dim2)
+        return KernelPlan(name, template, num_blocks * num_heads, tile.threads, smem), num_blocks
+
+    prepare = fused = finish = dq = dk = None
+    dq_blocks = key_blocks = scratch = 0
+    if problem.num_rows > 0:
+        grid = _ceil_div(problem.num_rows, PREPARE_THREADS)
+        prepare = KernelPlan("backward_prepare", (("kSide", side),), grid, PREPARE_THREADS, 0)
+    is_empty = problem.num_rows == 0 or problem.num_keys == 0
+    if wants_dq and wants_dk and not is_empty and use_fused(problem, device, strategy, deterministic):
+        fused, key_blocks = kernel("backward_fused_sm80", problem.num_keys, key_heads)
+        row_tiles = _ceil_div(problem.num_queries, 16)
+        scratch = heads * row_tiles * 16 * trained * FLOAT_BYTES
+        grid = heads * _ceil_div(row_tiles * trained // 8 * 32, FINISH_THREADS)
+        template: Template = (("Element", ELEMENTS[problem.dtype]), ("kHeadDim", trained))
+        finish = KernelPlan("backward_finish", template, grid, FINISH_THREADS, 0)
+    else:
+        if wants_dq:
+            dq, dq_blocks = kernel("backward_dq_sm80", problem.num_queries, heads)
+        if wants_dk:
+            dk, key_blocks = kernel("backward_dk_sm80", problem.num_keys, key_heads)
+    return SidePlan(side, prepare, fused, finish, dq, dk, dq_blocks, key_blocks, scratch)
+
+
+def use_fused(problem: Problem, device: DeviceFacts, strategy: str, deterministic: bool) -> bool:
+    """Whether one kernel gives both gradients of a side."""
+    if deterministic or strategy == "separate":
+        return False
+    return True
+
+
+def backward_tile(kernel: str, dim1: int, dim2: int, side: int, shared_memory: int) -> BackwardTile:
+    """The first tile of the list that fits a block's shared memory; head dims are buckets."""
+    for tile in backward_tiles(kernel, dim1, dim2, side):
+        if tile.shared_memory(kernel, dim1, dim2) + STATIC_BYTES <= shared_memory:
+            return tile
+    raise PlanError(f"{kernel}: no tile for head dims {dim1} and {dim2} fits {shared_memory} bytes of shared memory")
+
+
+def backward_tiles(kernel: str, dim1: int, dim2: int, side: int) -> tuple[BackwardTile, ...]:
+    """Tiles for a pair of buckets, the fastest first: as many rows a warp as its accumulators leave registers for."""
+    trained = dim1 if side == 1 else dim2
+    row_tiles = 2 if trained <= 128 else 1
+    return (
+        BackwardTile(row_tiles, 4, 32, 32, 2),
+        BackwardTile(row_tiles, 4, 16, 16, 2),
+        BackwardTile(1, 4, 16, 16, 2),
+        BackwardTile(1, 2, 16, 16, 2),
+    )
+
+
+def backward_template(
+    kernel: str, dtype: str, side: int, dim1: int, dim2: int, tile: BackwardTile, aligned: bool
+) -> Template:
+    """Template arguments of a backward kernel."""
+    head: Template = (
+        ("Element", ELEMENTS[dtype]),
+        ("kSide", side),
+        ("kHeadDim1", dim1),
+        ("kHeadDim2", dim2),
+        ("kRowTiles", tile.row_tiles),
+        ("kNumWarps", tile.num_warps),
+    )
+    tail: Template = (("kNumStages", tile.num_stages), ("kIsAligned", aligned))
+    if kernel == "backward_fused_sm80":
+        return (*head, ("kBlockQ", tile.block_cols), *tail)
+    streamed = "K" if kernel == "backward_dq_sm80" else "Q"
+    return (*head, (f"kBlock{streamed}", tile.block_cols), (f"kChunk{streamed}", tile.chunk_cols), *tail)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What exists
+
+
+QUERY_CLASSES = (1, 64, 4096)  # one length for each kind of forward tile
+BACKWARD_KERNELS = ("backward_fused_sm80", "backward_dq_sm80", "backward_dk_sm80")
+# Pairs of unequal head dims that the benchmarks name.
+UNEQUAL_PAIRS = ((192, 64), (128, 32))
+FULLY_DECLARED = ("sm_80", "sm_90a")
+SAMPLE_SIZE = 24
+
+Specialisation: TypeAlias = tuple[str, Template]
+
+
+def specialisations(arch: str) -> tuple[Specialisation, ...]:
+    """Every kernel and template arguments that a plan can return on a card of this architecture, each once."""
+    pairs = [(dim1, dim2) for dim1 in BUCKETS for dim2 in BUCKETS]
+    return _specialisations(arch, pairs)
+
+
+def declared(arch: str) -> tuple[Specialisation, ...]:
+    """The specialisations that the tests compile.
+
+    For sm_80 and sm_90a every kernel, dtype, side and equal pair of head dims and the unequal pairs that the
+    benchmarks name; for others a sample of all, the same every time.
+    """
+    if arch in FULLY_DECLARED:
+        pairs = [(dim, dim) for dim in BUCKETS] + list(UNEQUAL_PAIRS)
+        return tuple(s for s in _specialisations(arch, pairs) if ("kIsAligned", False) not in s[1])
+    everything = specialisations(arch)
+    return tuple(random.Random(arch).sample(everything, min(SAMPLE_SIZE, len(everything))))
+
+
+def _specialisations(arch: str, pairs: list[tuple[int, int]]) -> tuple[Specialisation, ...]:
+    shared_memory = device_facts(arch).shared_memory_per_block
+    found: dict[Specialisation, None] = {("reduce_splits", ()): None}
+    for side in (1, 2):
+        found["backward_prepare", (("kSide", side),)] = None
+    for dtype, element in ELEMENTS.items():
+        for dim1, dim2 in pairs:
+            for dim in (dim1, dim2):
+                found["backward_finish", (("Element", element), ("kHeadDim", dim))] = None
+            for aligned in (True, False):
+                for num_queries in QUERY_CLASSES:
+                    tile = forward_tile(dim1, dim2, num_queries, shared_memory)
+                    found["forward_sm80", forward_template(dtype, dim1, dim2, tile, aligned)] = None
+                for kernel in BACKWARD_KERNELS:
+                    for side in (1, 2):
+                        cut = backward_tile(kernel, dim1, dim2, side, shared_memory)
+                        template = backward_template(kernel, dtype, side, dim1, dim2, cut, aligned)
+                        found[kernel, template] = None
+    return tuple(found)
+
+
+def bucket(head_dim: int) -> int:
+    """The padded head dimension that a kernel is compiled for."""
+    return next(size for size in BUCKETS if size >= head_dim)
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _aligned(size: int) -> int:
+    return _ceil_div(size, WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
