@@ -133,7 +133,9 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1) backwa
         }
         stage = stage + 1 == kNumStages ? 0 : stage + 1;
     }
+    // A block without tiles has not waited for its rows yet.
     cp_async_wait<0>();
+    __syncthreads();
 
     // 6. The rows.
     float row_factor[kLines];

@@ -59,23 +59,17 @@ def device_facts(device_index: int) -> DeviceFacts:
     """
     import cupy
 
-    runtime = cupy.cuda.runtime
-    attribute = functools.partial(runtime.deviceGetAttribute, device=device_index)
-    major = attribute(runtime.cudaDevAttrComputeCapabilityMajor)
-    minor = attribute(runtime.cudaDevAttrComputeCapabilityMinor)
-    if major < 8:
-        name = runtime.getDeviceProperties(device_index)["name"].decode()
+    device = cupy.cuda.Device(device_index)
+    capability, attributes = device.compute_capability, device.attributes
+    if int(capability) < 80:
+        name = cupy.cuda.runtime.getDeviceProperties(device_index)["name"].decode()
         raise RuntimeError(
-            f"device: expected compute capability 8.0 or higher; got {name} with {major}.{minor}. "
+            f"device: expected compute capability 8.0 or higher; got {name} with {capability[:-1]}.{capability[-1]}. "
             "Pass arrays on the CPU to compute with the float64 reference instead"
         )
-    # Only sm_90 has instructions of its own that the kernels use.
-    arch = f"sm_{major}{minor}{'a' if (major, minor) == (9, 0) else ''}"
-    return DeviceFacts(
-        arch,
-        attribute(runtime.cudaDevAttrMultiProcessorCount),
-        attribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin),
-    )
+    # Only sm_90 has instructions of its own that kernels use.
+    arch = f"sm_{capability}{'a' if capability == '90' else ''}"
+    return DeviceFacts(arch, attributes["MultiProcessorCount"], attributes["MaxSharedMemoryPerBlockOptin"])
 
 
 def forward(

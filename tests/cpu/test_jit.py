@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 
 from streamkl_cupy import env, jit
+from tests.compile_all import missing_compiler
 
 REPOSITORY = Path(jit.__file__).resolve().parents[1]
 TEMPLATE: jit.Template = (("Element", "bf16"), ("kFactor", 3), ("kIsNegative", True))
@@ -49,17 +50,14 @@ __global__ void __launch_bounds__(128) toy(float* x) {
 }
 
 
-def _missing_compiler() -> str | None:
-    try:
-        jit.compiler_identity()
-        import cuda.core  # noqa: F401
-    except ImportError as error:
-        return f"NVRTC is not installed ({error})"
-    return None
+MISSING = missing_compiler()
+needs_nvrtc = pytest.mark.usefixtures("nvrtc")
 
 
-MISSING = _missing_compiler()
-needs_nvrtc = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+@pytest.fixture
+def nvrtc() -> None:
+    if MISSING is not None:
+        pytest.skip(MISSING)
 
 
 @pytest.fixture
