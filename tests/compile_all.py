@@ -16,14 +16,20 @@ import multiprocessing
 import os
 import struct
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from streamkl_cupy import jit, plan
 
@@ -51,7 +57,6 @@ class Task:
 class Outcome:
     task: Task
     usage: jit.ResourceUsage | None
-    seconds: float
     problems: tuple[str, ...]
 
 
@@ -86,7 +91,6 @@ def compile_tasks(todo: Sequence[Task], num_jobs: int) -> Iterator[Outcome]:
 
 def compile_task(task: Task) -> Outcome:
     """Compile one specialisation, or find it, and check it."""
-    start = time.perf_counter()
     usage, problems = None, []
     try:
         built = jit.build(task.kernel, task.template, task.arch, sources=task.sources)
@@ -94,7 +98,7 @@ def compile_task(task: Task) -> Outcome:
         problems = check(usage, max_threads(built.path.read_bytes(), built.symbol), built.log)
     except (jit.CompileError, ValueError) as error:
         problems = [str(error)]
-    return Outcome(task, usage, time.perf_counter() - start, tuple(problems))
+    return Outcome(task, usage, tuple(problems))
 
 
 def check(usage: jit.ResourceUsage, num_threads: int | None, log: str) -> list[str]:
@@ -172,25 +176,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.kernel is None or options.kernel in task.kernel
     ]
     num_wrong = 0
-    seconds = 0.0
     with Progress(
         TextColumn("compiling"),
         BarColumn(),
         MofNCompleteColumn(),
+        TimeElapsedColumn(),
         TimeRemainingColumn(),
         TextColumn("{task.description}"),
         console=console,
     ) as progress:
         bar = progress.add_task("", total=len(todo))
         for outcome in compile_tasks(todo, options.jobs):
-            progress.update(bar, advance=1, description=outcome.task.name[:60])
-            seconds += outcome.seconds
+            progress.update(
+                bar, advance=1, description=f"{outcome.task.arch} {outcome.task.kernel}"
+            )
             num_wrong += bool(outcome.problems)
             for problem in outcome.problems:
                 progress.print(f"{outcome.task.name}: {problem}", markup=False, highlight=False)
     console.print(
-        f"{len(todo)} kernels, {num_wrong} of them with a problem; {seconds:.0f} s of processor "
-        f"time; cubins in {jit.cache_info().directory}",
+        f"{len(todo)} kernels, {num_wrong} of them with a problem; "
+        f"cubins in {jit.cache_info().directory}",
         highlight=False,
     )
     return 1 if num_wrong else 0
