@@ -175,6 +175,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for task in tasks(arch, options.declared)
         if options.kernel is None or options.kernel in task.kernel
     ]
+    if not todo:
+        parser.error(f"--kernel: expected a part of a kernel's name, got {options.kernel!r}")
     num_wrong = 0
     with Progress(
         TextColumn("compiling"),
