@@ -10,9 +10,9 @@ import contextlib
 import contextvars
 import functools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from streamkl_cupy.problem import Problem
 
@@ -44,6 +44,9 @@ STATIC_BYTES = 64
 
 Value: TypeAlias = int | bool | str
 Template: TypeAlias = tuple[tuple[str, Value], ...]
+
+
+Tile = TypeVar("Tile", "ForwardTile", "BackwardTile")
 
 
 class PlanError(ValueError):
@@ -267,7 +270,7 @@ def forward(problem: Problem, device: DeviceFacts, *, force: str | None = None) 
 @functools.lru_cache(maxsize=4096)
 def _forward(problem: Problem, device: DeviceFacts, choice: _Override) -> ForwardPlan:
     dim1, dim2 = bucket(problem.head_dim1), bucket(problem.head_dim2)
-    tile = choice.forward_tile or forward_tile(dim1, dim2, problem.num_queries, device.shared_memory_per_block)
+    tile = choice.forward_tile or forward_tile(dim1, dim2, problem.num_queries, device)
     num_tiles = _ceil_div(problem.num_queries, tile.block_q)
     blocks = problem.batch * problem.num_heads * num_tiles
     smem = tile.shared_memory(dim1, dim2)
@@ -292,33 +295,29 @@ def _forward(problem: Problem, device: DeviceFacts, choice: _Override) -> Forwar
     return ForwardPlan(name, device.arch, tuple(kernels), num_tiles, num_splits, workspace)
 
 
-def forward_tile(dim1: int, dim2: int, num_queries: int, shared_memory: int) -> ForwardTile:
-    """The first tile of the list that fits a block's shared memory; head dims are buckets."""
-    for tile in forward_tiles(dim1, dim2, num_queries):
-        if tile.shared_memory(dim1, dim2) <= shared_memory:
-            return tile
-    raise PlanError(f"forward_sm80: no tile for head dims {dim1} and {dim2} fits {shared_memory} bytes of shared memory")
+def forward_tile(dim1: int, dim2: int, num_queries: int, device: DeviceFacts) -> ForwardTile:
+    """Choose the tile of a pair of buckets; see `forward_tiles`."""
+    tiles = forward_tiles(dim1, dim2, num_queries)
+    return _first_that_fits("forward_sm80", dim1, dim2, tiles, lambda t: t.shared_memory(dim1, dim2), device)
 
 
 def forward_tiles(dim1: int, dim2: int, num_queries: int) -> tuple[ForwardTile, ...]:
-    """Tiles for a pair of buckets, the fastest first.
+    """Tiles for a pair of buckets, the fastest first, as ``python -m bench tune`` measured them on an H200.
 
-    Few queries take tiles of 16 rows whose warps share the keys, so that a block is bound by memory and not by one
-    warp's products. Many queries take 32 rows a warp, which halves the shared memory traffic of the keys.
+    Few queries take tiles whose warps share the keys, so that a block is bound by memory and not by one warp's
+    products. Many queries take 32 rows a warp, which halves the shared memory traffic of the keys; past head
+    dimensions of 256 in all, 16 rows a warp with the queries in registers, so that two blocks still fit.
     """
     total = dim1 + dim2
     if num_queries <= 16:
-        return tuple(ForwardTile(1, 1, 4, block_k, 16, stages, True) for block_k, stages in ((64, 3), (64, 2), (64, 1)))
+        return (ForwardTile(1, 1, 4, 128, 32, 2, True), ForwardTile(1, 1, 4, 64, 16, 2, True))
     if num_queries <= 64:
-        return tuple(ForwardTile(1, 4, 1, block_k, 16, stages, True) for block_k, stages in ((64, 3), (64, 2), (32, 2)))
+        return (ForwardTile(2, 2, 2, 64, 32, 2, False), ForwardTile(1, 4, 1, 32, 32, 2, True))
+    if total <= 128:
+        return (ForwardTile(2, 4, 1, 64, 64, 2, True),)
     if total <= 256:
-        chunk = 16 if total > 192 else 32
-        return (ForwardTile(2, 8, 1, 64, chunk, 3, True), ForwardTile(2, 4, 1, 32, chunk, 3, True))
-    return (
-        ForwardTile(2, 4, 1, 32, 32, 2, False),
-        ForwardTile(2, 4, 1, 16, 16, 2, False),
-        ForwardTile(1, 4, 1, 16, 16, 2, False),
-    )
+        return (ForwardTile(2, 4, 1, 32, 32, 2, False), ForwardTile(2, 4, 1, 32, 16, 2, True))
+    return (ForwardTile(1, 4, 1, 32, 32, 2, True), ForwardTile(1, 4, 1, 16, 16, 2, True))
 
 
 def forward_template(dtype: str, dim1: int, dim2: int, tile: ForwardTile, aligned: bool) -> Template:
@@ -441,7 +440,7 @@ def _side(
     key_heads = problem.batch * (problem.num_key_heads1 if side == 1 else problem.num_key_heads2)
 
     def kernel(name: str, num_rows: int, num_heads: int) -> tuple[KernelPlan | None, int]:
-        tile = choice.backward_tile or backward_tile(name, dim1, dim2, side, device.shared_memory_per_block)
+        tile = choice.backward_tile or backward_tile(name, dim1, dim2, side, device)
         num_blocks = _ceil_div(num_rows, tile.block_rows)
         if num_blocks * num_heads == 0:
             return None, 0
@@ -477,24 +476,32 @@ def use_fused(problem: Problem, device: DeviceFacts, strategy: str, deterministi
     return True
 
 
-def backward_tile(kernel: str, dim1: int, dim2: int, side: int, shared_memory: int) -> BackwardTile:
-    """The first tile of the list that fits a block's shared memory; head dims are buckets."""
-    for tile in backward_tiles(kernel, dim1, dim2, side):
-        if tile.shared_memory(kernel, dim1, dim2) + STATIC_BYTES <= shared_memory:
-            return tile
-    raise PlanError(f"{kernel}: no tile for head dims {dim1} and {dim2} fits {shared_memory} bytes of shared memory")
+def backward_tile(kernel: str, dim1: int, dim2: int, side: int, device: DeviceFacts) -> BackwardTile:
+    """Choose the tile of a kernel and a pair of buckets; see `backward_tiles`."""
+    tiles = backward_tiles(kernel, dim1, dim2, side)
+    return _first_that_fits(kernel, dim1, dim2, tiles, lambda t: t.shared_memory(kernel, dim1, dim2), device)
 
 
 def backward_tiles(kernel: str, dim1: int, dim2: int, side: int) -> tuple[BackwardTile, ...]:
     """Tiles for a pair of buckets, the fastest first: as many rows a warp as its accumulators leave registers for."""
     trained = dim1 if side == 1 else dim2
-    row_tiles = 2 if trained <= 128 else 1
-    return (
-        BackwardTile(row_tiles, 4, 32, 32, 2),
-        BackwardTile(row_tiles, 4, 16, 16, 2),
-        BackwardTile(1, 4, 16, 16, 2),
-        BackwardTile(1, 2, 16, 16, 2),
-    )
+    large = (BackwardTile(2, 4, 64, 64, 2),) if trained <= 64 and dim1 + dim2 <= 128 else ()
+    medium = (BackwardTile(2, 4, 32, 32, 2),) if trained <= 128 else ()
+    return (*large, *medium, BackwardTile(1, 4, 32, 32, 2), BackwardTile(1, 4, 16, 16, 2), BackwardTile(1, 2, 16, 16, 2))
+
+
+def _first_that_fits(
+    kernel: str, dim1: int, dim2: int, tiles: tuple[Tile, ...], shared_memory: Callable[[Tile], int], device: DeviceFacts
+) -> Tile:
+    """Two blocks on a multiprocessor hide each other's waits, so the first tile that allows two wins; else the first that
+    fits at all."""
+    limit = device.shared_memory_per_block
+    for num_blocks in (2, 1):
+        for tile in tiles:
+            size = shared_memory(tile) + STATIC_BYTES
+            if num_blocks * (size + RESERVED_BYTES) <= limit + RESERVED_BYTES:
+                return tile
+    raise PlanError(f"{kernel}: no tile for head dims {dim1} and {dim2} fits {limit} bytes of shared memory")
 
 
 def backward_template(
@@ -550,7 +557,7 @@ def declared(arch: str) -> tuple[Specialisation, ...]:
 
 
 def _specialisations(arch: str, pairs: list[tuple[int, int]]) -> tuple[Specialisation, ...]:
-    shared_memory = device_facts(arch).shared_memory_per_block
+    device = device_facts(arch)
     found: dict[Specialisation, None] = {("reduce_splits", ()): None}
     for side in (1, 2):
         found["backward_prepare", (("kSide", side),)] = None
@@ -560,11 +567,11 @@ def _specialisations(arch: str, pairs: list[tuple[int, int]]) -> tuple[Specialis
                 found["backward_finish", (("Element", element), ("kHeadDim", dim))] = None
             for aligned in (True, False):
                 for num_queries in QUERY_CLASSES:
-                    tile = forward_tile(dim1, dim2, num_queries, shared_memory)
+                    tile = forward_tile(dim1, dim2, num_queries, device)
                     found["forward_sm80", forward_template(dtype, dim1, dim2, tile, aligned)] = None
                 for kernel in BACKWARD_KERNELS:
                     for side in (1, 2):
-                        cut = backward_tile(kernel, dim1, dim2, side, shared_memory)
+                        cut = backward_tile(kernel, dim1, dim2, side, device)
                         template = backward_template(kernel, dtype, side, dim1, dim2, cut, aligned)
                         found[kernel, template] = None
     return tuple(found)
