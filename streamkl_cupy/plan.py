@@ -99,7 +99,7 @@ class ForwardTile:
     queries_in_registers: bool
 
     @property
-    def block_q(self) -> int:
+    def stationary_rows(self) -> int:
         return 16 * self.row_tiles * self.num_warps_q
 
     @property
@@ -112,10 +112,10 @@ class ForwardTile:
         return 2 if self.num_warps_q * self.num_warps_k <= 4 else 1
 
     def shared_memory(self, dim1: int, dim2: int) -> int:
-        queries = self.block_q * (dim1 + dim2) * 2
+        queries = self.stationary_rows * (dim1 + dim2) * 2
         ring = self.num_stages * self.block_k * (dim1 + dim2) * 2
         tiles = max(queries, ring) if self.queries_in_registers else queries + ring
-        states = self.num_warps_k * self.block_q * STATE_FIELDS * FLOAT_BYTES if self.num_warps_k > 1 else 0
+        states = self.num_warps_k * self.stationary_rows * STATE_FIELDS * FLOAT_BYTES if self.num_warps_k > 1 else 0
         return max(tiles, states)
 
 
@@ -130,7 +130,7 @@ class BackwardTile:
     num_stages: int
 
     @property
-    def block_rows(self) -> int:
+    def stationary_rows(self) -> int:
         return 16 * self.row_tiles * self.num_warps
 
     @property
@@ -141,10 +141,10 @@ class BackwardTile:
         pair = (dim1 + dim2) * 2
         rows = ROW_STATISTICS_BYTES + FLOAT_BYTES  # statistics and dkl of a query
         if kernel == "backward_dq_sm80":
-            return self.block_rows * (pair + rows) + self.num_stages * self.block_cols * pair
-        total = self.block_rows * pair + self.num_stages * self.block_cols * (pair + rows)
+            return self.stationary_rows * (pair + rows) + self.num_stages * self.block_cols * pair
+        total = self.stationary_rows * pair + self.num_stages * self.block_cols * (pair + rows)
         if kernel == "backward_fused_sm80":
-            total += self.block_rows * max(32, self.block_cols) * 2  # the tile of dS^T
+            total += self.stationary_rows * max(32, self.block_cols) * 2  # the tile of dS^T
         return total
 
 
@@ -271,7 +271,7 @@ def forward(problem: Problem, device: DeviceFacts, *, force: str | None = None) 
 def _forward(problem: Problem, device: DeviceFacts, choice: _Override) -> ForwardPlan:
     dim1, dim2 = bucket(problem.head_dim1), bucket(problem.head_dim2)
     tile = choice.forward_tile or forward_tile(dim1, dim2, problem.num_queries, device)
-    num_tiles = _ceil_div(problem.num_queries, tile.block_q)
+    num_tiles = _ceil_div(problem.num_queries, tile.stationary_rows)
     blocks = problem.batch * problem.num_heads * num_tiles
     smem = tile.shared_memory(dim1, dim2)
     max_splits = max(1, problem.num_keys // max(tile.block_k, MIN_KEYS_PER_SPLIT))
@@ -289,16 +289,25 @@ def _forward(problem: Problem, device: DeviceFacts, choice: _Override) -> Forwar
             kernels.append(KernelPlan("reduce_splits", (), grid, 32 * REDUCE_ROWS_PER_BLOCK, 0))
     workspace = STATE_FIELDS * FLOAT_BYTES * num_splits * problem.num_rows if num_splits > 1 else 0
     name = (
-        f"forward_sm80_{ELEMENTS[problem.dtype]}_d{dim1}x{dim2}_q{tile.block_q}_k{tile.block_k}_s{tile.num_stages}"
+        f"forward_sm80_{ELEMENTS[problem.dtype]}_d{dim1}x{dim2}_q{tile.stationary_rows}_k{tile.block_k}_s{tile.num_stages}"
         f"{'' if problem.aligned else '_guarded'}{f'_split{num_splits}' if num_splits > 1 else ''}"
     )
     return ForwardPlan(name, device.arch, tuple(kernels), num_tiles, num_splits, workspace)
 
 
+# So many query rows are bound by reading the keys.
+FEW_QUERIES = 64
+
+
 def forward_tile(dim1: int, dim2: int, num_queries: int, device: DeviceFacts) -> ForwardTile:
     """Choose the tile of a pair of buckets; see `forward_tiles`."""
     tiles = forward_tiles(dim1, dim2, num_queries)
-    return _first_that_fits("forward_sm80", dim1, dim2, tiles, lambda t: t.shared_memory(dim1, dim2), device)
+    sizes = [tile.shared_memory(dim1, dim2) for tile in tiles]
+    if num_queries <= FEW_QUERIES:  # bound by memory: what counts is bytes under way, and the list is in that order
+        for tile, size in zip(tiles, sizes, strict=True):
+            if size <= device.shared_memory_per_block:
+                return tile
+    return _best_that_fits("forward_sm80", (dim1, dim2), tiles, sizes, device)
 
 
 def forward_tiles(dim1: int, dim2: int, num_queries: int) -> tuple[ForwardTile, ...]:
@@ -310,8 +319,12 @@ def forward_tiles(dim1: int, dim2: int, num_queries: int) -> tuple[ForwardTile, 
     """
     total = dim1 + dim2
     if num_queries <= 16:
-        return (ForwardTile(1, 1, 4, 128, 32, 2, True), ForwardTile(1, 1, 4, 64, 16, 2, True))
-    if num_queries <= 64:
+        return (
+            ForwardTile(1, 1, 4, 128, 32, 2, True),
+            ForwardTile(1, 1, 4, 64, 16, 2, True),
+            ForwardTile(1, 1, 2, 32, 16, 2, True),
+        )
+    if num_queries <= FEW_QUERIES:
         return (ForwardTile(2, 2, 2, 64, 32, 2, False), ForwardTile(1, 4, 1, 32, 32, 2, True))
     if total <= 128:
         return (ForwardTile(2, 4, 1, 64, 64, 2, True),)
@@ -441,7 +454,7 @@ def _side(
 
     def kernel(name: str, num_rows: int, num_heads: int) -> tuple[KernelPlan | None, int]:
         tile = choice.backward_tile or backward_tile(name, dim1, dim2, side, device)
-        num_blocks = _ceil_div(num_rows, tile.block_rows)
+        num_blocks = _ceil_div(num_rows, tile.stationary_rows)
         if num_blocks * num_heads == 0:
             return None, 0
         template = backward_template(name, problem.dtype, side, dim1, dim2, tile, problem.aligned)
@@ -479,7 +492,8 @@ def use_fused(problem: Problem, device: DeviceFacts, strategy: str, deterministi
 def backward_tile(kernel: str, dim1: int, dim2: int, side: int, device: DeviceFacts) -> BackwardTile:
     """Choose the tile of a kernel and a pair of buckets; see `backward_tiles`."""
     tiles = backward_tiles(kernel, dim1, dim2, side)
-    return _first_that_fits(kernel, dim1, dim2, tiles, lambda t: t.shared_memory(kernel, dim1, dim2), device)
+    sizes = [tile.shared_memory(kernel, dim1, dim2) + STATIC_BYTES for tile in tiles]
+    return _best_that_fits(kernel, (dim1, dim2), tiles, sizes, device)
 
 
 def backward_tiles(kernel: str, dim1: int, dim2: int, side: int) -> tuple[BackwardTile, ...]:
@@ -490,18 +504,16 @@ def backward_tiles(kernel: str, dim1: int, dim2: int, side: int) -> tuple[Backwa
     return (*large, *medium, BackwardTile(1, 4, 32, 32, 2), BackwardTile(1, 4, 16, 16, 2), BackwardTile(1, 2, 16, 16, 2))
 
 
-def _first_that_fits(
-    kernel: str, dim1: int, dim2: int, tiles: tuple[Tile, ...], shared_memory: Callable[[Tile], int], device: DeviceFacts
-) -> Tile:
-    """Two blocks on a multiprocessor hide each other's waits, so the first tile that allows two wins; else the first that
-    fits at all."""
+def _best_that_fits(kernel: str, dims: tuple[int, int], tiles: tuple[Tile, ...], sizes: list[int], device: DeviceFacts) -> Tile:
+    """The tile that keeps the most stationary rows on a multiprocessor, at most two blocks of it; the first of equals.
+
+    Two blocks hide each other's waits, and rows share what is streamed past them.
+    """
     limit = device.shared_memory_per_block
-    for num_blocks in (2, 1):
-        for tile in tiles:
-            size = shared_memory(tile) + STATIC_BYTES
-            if num_blocks * (size + RESERVED_BYTES) <= limit + RESERVED_BYTES:
-                return tile
-    raise PlanError(f"{kernel}: no tile for head dims {dim1} and {dim2} fits {limit} bytes of shared memory")
+    fitting = {tile: size for tile, size in zip(tiles, sizes, strict=True) if size <= limit}
+    if not fitting:
+        raise PlanError(f"{kernel}: no tile for head dims {dims} fits {limit} bytes of shared memory")
+    return max(fitting, key=lambda tile: min(2, (limit + RESERVED_BYTES) // (fitting[tile] + RESERVED_BYTES)) * tile.stationary_rows)
 
 
 def backward_template(
@@ -527,7 +539,7 @@ def backward_template(
 # What exists
 
 
-QUERY_CLASSES = (1, 64, 4096)  # one length for each kind of forward tile
+QUERY_CLASSES = (1, FEW_QUERIES, 4096)  # one length for each kind of forward tile
 BACKWARD_KERNELS = ("backward_fused_sm80", "backward_dq_sm80", "backward_dk_sm80")
 # Pairs of unequal head dims that the benchmarks name.
 UNEQUAL_PAIRS = ((192, 64), (128, 32))
