@@ -1,0 +1,732 @@
+"""The public functions. Each reads from top to bottom:
+
+take in -> describe -> plan -> launch -> hand back.
+
+Arrays on the CPU go to the float64 reference instead of plan and launch. What depends only on the
+shapes of a call (its checks, its plan) is kept for the next call of the same shapes; nothing else
+outlives a call.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeVar, cast, overload
+
+import numpy as np
+
+from streamkl_cupy import env, interop, jit, launch, plan, reference
+from streamkl_cupy.interop import CPU, Array, CudaLibrary, HostLibrary
+from streamkl_cupy.problem import (
+    ALIGNMENT_BYTES,
+    GPU_DTYPES,
+    INPUTS,
+    ITEM_BYTES,
+    STRATEGIES,
+    Device,
+    Operand,
+    Problem,
+    Strides,
+    check_flag,
+    check_gpu,
+    check_head_dim,
+    check_options,
+    check_output,
+    check_rows,
+    check_strategy,
+    check_wrt,
+    describe,
+    message,
+)
+from streamkl_cupy.state import KLState, SupportsDLPack
+
+ArrayT = TypeVar("ArrayT", bound=SupportsDLPack)
+
+_STATE = ("kl", "lse1", "lse2", "lse1_low", "lse2_low")
+_GRADIENTS = ("dq1", "dk1", "dq2", "dk2")
+
+# Shapes of calls that are remembered. A training run with ragged batches sees many.
+_REMEMBERED = 4096
+
+# Heads and keys of the calls that `warmup` plans: enough keys that a single query splits them.
+_WARMUP_HEADS, _WARMUP_KEYS = 16, 131072
+
+
+@overload
+def attention_kl(
+    q1: ArrayT,
+    k1: ArrayT,
+    q2: ArrayT,
+    k2: ArrayT,
+    *,
+    causal: bool = ...,
+    scale1: float | None = ...,
+    scale2: float | None = ...,
+    layout: str = ...,
+    return_state: Literal[False] = ...,
+    out: ArrayT | None = ...,
+) -> ArrayT: ...
+@overload
+def attention_kl(
+    q1: SupportsDLPack,
+    k1: SupportsDLPack,
+    q2: SupportsDLPack,
+    k2: SupportsDLPack,
+    *,
+    causal: bool = ...,
+    scale1: float | None = ...,
+    scale2: float | None = ...,
+    layout: str = ...,
+    return_state: Literal[True],
+    out: KLState | None = ...,
+) -> KLState: ...
+def attention_kl(
+    q1: Any,
+    k1: Any,
+    q2: Any,
+    k2: Any,
+    *,
+    causal: bool = False,
+    scale1: float | None = None,
+    scale2: float | None = None,
+    layout: str = "bhnd",
+    return_state: bool = False,
+    out: Any = None,
+) -> Any:
+    """KL divergence between two attention distributions, one value a query row, in nats.
+
+    ``P_t`` is the softmax over the keys of ``scale_t * q_t k_t^T``; the result is
+    ``KL(P1 || P2)``. No distribution is ever stored.
+
+    Parameters
+    ----------
+    q1, k1
+        Queries ``(B, H, N_Q, D1)`` and keys ``(B, HK1, N_K, D1)`` of P1, usually the fixed
+        teacher. ``HK1`` divides ``H``; query head h uses key head ``h // (H // HK1)``.
+    q2, k2
+        The same of P2, usually the student: ``(B, H, N_Q, D2)`` and ``(B, HK2, N_K, D2)``.
+        The four are arrays of one library, one device and one dtype: bfloat16 or float16 on a
+        GPU, with D1 and D2 multiples of 8 from 8 to 256; on the CPU also float32 and float64,
+        and any D. Any view goes in without a copy if its last stride is 1. Ranks 3
+        ``(B * H, N, D)`` and 2 ``(N, D)`` are accepted.
+    causal
+        Aligned to the bottom right, unlike torch's ``scaled_dot_product_attention``: query i
+        sees key j iff ``j <= i + N_K - N_Q``.
+    scale1, scale2
+        Factors of the logits, any finite number; by default ``D_t ** -0.5``.
+    layout
+        ``"bhnd"`` as above, or ``"bnhd"``, which swaps heads and length at rank 4.
+    return_state
+        Return all that `attention_kl_backward` needs.
+    out
+        Where to write: an array for kl, or with `return_state` a `KLState` whose low parts may
+        be missing. C-contiguous, of the dtype of the result.
+
+    Returns
+    -------
+    array or KLState
+        ``kl`` in the shape of q1 without its last axis, float32 on a GPU and float64 on the CPU
+        (float32 in JAX without ``jax_enable_x64``); an array of the caller's library on the
+        device of the inputs, in order with the caller's current stream. With `return_state` a
+        `KLState` of such arrays. A row that sees no key has ``kl = 0`` and ``lse = -inf``.
+
+    Raises
+    ------
+    TypeError
+        If an argument is of the wrong type or dtype, libraries are mixed, or a gradient would be
+        lost: a torch tensor that requires grad, a JAX tracer.
+    ValueError
+        If shapes, strides, devices or options do not fit. Every check comes before any launch.
+    ImportError
+        For arrays on a GPU without CuPy.
+    RuntimeError
+        When a graph is being captured and a kernel has not been loaded by `warmup`, or in a
+        process that was forked after the GPU had been used.
+
+    Notes
+    -----
+    ``KL = sum_j P1_j (s1_j - s2_j) + lse2 - lse1`` in one pass over the keys, Algorithm 1 of
+    StreamKL (arXiv 2606.20005).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q, k1 = np.ones((1, 1)), np.zeros((2, 1))
+    >>> k2 = np.log([[1.0], [3.0]])
+    >>> attention_kl(q, k1, q, k2).round(6)        # P1 = (1/2, 1/2), P2 = (1/4, 3/4)
+    array([0.143841])
+    """
+    # Take in.
+    causal, scale1, scale2, layout = check_options(causal, scale1, scale2, layout)
+    check_flag("return_state", return_state)
+    inputs = _take_inputs(q1, k1, q2, k2)
+    first = inputs["q1"]
+    outputs = {} if out is None else _take_state_outputs(out, return_state, first)
+
+    # Describe.
+    problem = _describe(*(array.key for array in inputs.values()), causal, scale1, scale2, layout)
+    shape, row_dtype = first.shape[:-1], "float64" if first.index == CPU else "float32"
+    results = dict.fromkeys(_STATE if return_state else _STATE[:1], (shape, row_dtype))
+    if outputs:
+        labels = {name: f"out.{name}" if return_state else "out" for name in outputs}
+        _check_outputs(outputs, labels, results, ITEM_BYTES[row_dtype], inputs)
+    if first.index == CPU:
+        options = {"causal": causal, "scale1": scale1, "scale2": scale2, "layout": layout}
+        values = _refer_forward(inputs, options, return_state, outputs)
+        return values if out is None else out
+
+    library = cast(CudaLibrary, first.library)
+    with interop.under_device(first.index):
+        # Plan.
+        planned = _plan_forward(problem, first.index, env.force(), plan.current_override())
+        stream = library.current_stream(first.index)
+        planned.require_loaded(stream)
+
+        # Launch.
+        buffers = {} if outputs else _allocate(library, results, first.index)
+        pointers = _pointers(_STATE, buffers, inputs, outputs)
+        planned.launch(pointers, library, stream)
+
+        # Hand back.
+        library.settle(stream)
+        if out is not None:
+            return out
+        arrays = [library.hand_back(buffer) for buffer, _ in buffers.values()]
+    return KLState(*arrays) if return_state else arrays[0]
+
+
+def attention_kl_backward(
+    dkl: ArrayT,
+    q1: ArrayT,
+    k1: ArrayT,
+    q2: ArrayT,
+    k2: ArrayT,
+    state: KLState,
+    *,
+    wrt: Sequence[str] = ("q2", "k2"),
+    causal: bool = False,
+    scale1: float | None = None,
+    scale2: float | None = None,
+    layout: str = "bhnd",
+    strategy: str = "auto",
+    deterministic: bool = False,
+    out: Sequence[ArrayT] | None = None,
+) -> tuple[ArrayT, ...]:
+    """Gradients of ``sum(dkl * kl)`` with respect to any of the four inputs.
+
+    Parameters
+    ----------
+    dkl
+        Upstream gradient in the shape of kl, of any strides from 0 up: float32 on a GPU, any
+        float dtype on the CPU.
+    q1, k1, q2, k2, causal, scale1, scale2, layout
+        As given to `attention_kl`.
+    state
+        Its result with ``return_state=True``, or one of `KLState.from_lse`.
+    wrt
+        Names of the inputs whose gradients are wanted, in any order. What is not asked for is
+        not computed.
+    strategy
+        ``"fused"`` computes the gradients of a side together, ``"separate"`` one by one;
+        ``"auto"`` takes what is faster. No matter on the CPU.
+    deterministic
+        Make two runs agree bit for bit, which excludes ``"fused"``.
+    out
+        Arrays to write to, in the order of `wrt`: C-contiguous, of the shape and the dtype of
+        the inputs, on a GPU at addresses that are multiples of 16 bytes.
+
+    Returns
+    -------
+    tuple of array
+        In the order of `wrt`, each of the dtype, shape and layout of its input, C-contiguous.
+
+    Raises
+    ------
+    TypeError, ValueError, ImportError, RuntimeError
+        As `attention_kl`.
+
+    Notes
+    -----
+    As in StreamKL (arXiv 2606.20005), with ``delta = kl - lse2 + lse1``::
+
+        dKL/ds2_j = P2_j - P1_j               dKL/ds1_j = P1_j ((s1_j - s2_j) - delta)
+        dq_t,i = scale_t * dkl_i * sum_j ds_t,ij k_t,j
+        dk_t,j = scale_t * sum_i dkl_i ds_t,ij q_t,i
+
+    where ``i`` runs over the queries of every head that shares the key head.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q, k1 = np.ones((1, 1)), np.zeros((2, 1))
+    >>> k2 = np.log([[1.0], [3.0]])
+    >>> state = attention_kl(q, k1, q, k2, return_state=True)
+    >>> (dk2,) = attention_kl_backward(np.ones(1), q, k1, q, k2, state, wrt=("k2",))
+    >>> dk2.round(6).tolist()        # P2 - P1
+    [[-0.25], [0.25]]
+    """
+    # Take in.
+    causal, scale1, scale2, layout = check_options(causal, scale1, scale2, layout)
+    wrt = check_wrt(wrt)
+    check_strategy(strategy, deterministic)
+    inputs = _take_inputs(q1, k1, q2, k2)
+    first = inputs["q1"]
+    upstream = interop.take("dkl", dkl, first)
+    rows = _take_state(state, first)
+    outputs = {} if out is None else _take_gradient_outputs(out, wrt, first)
+
+    # Describe.
+    problem = _describe(*(array.key for array in inputs.values()), causal, scale1, scale2, layout)
+    row_keys = tuple((name, array.key) for name, array in rows.items())
+    dkl_strides = _describe_rows(problem, first.shape[:-1], first.index, upstream.key, row_keys)
+    results = {"d" + name: (inputs[name].shape, first.dtype) for name in wrt}
+    if outputs:
+        alignment = ITEM_BYTES[first.dtype] if first.index == CPU else ALIGNMENT_BYTES
+        labels = {name: f"out[{position}]" for position, name in enumerate(outputs)}
+        others = {**inputs, "dkl": upstream, **_named("state", rows)}
+        _check_outputs(outputs, labels, results, alignment, others)
+    if first.index == CPU:
+        options = {"causal": causal, "scale1": scale1, "scale2": scale2, "layout": layout}
+        values = _refer_backward(upstream, inputs, rows, wrt, options, outputs)
+        return values if out is None else tuple(out)
+
+    library = cast(CudaLibrary, first.library)
+    with interop.under_device(first.index):
+        # Plan.
+        planned = _plan_backward(
+            problem,
+            first.index,
+            plan.current_override(),
+            wrt,
+            strategy,
+            deterministic,
+            dkl_strides,
+        )
+        stream = library.current_stream(first.index)
+        planned.require_loaded(stream)
+
+        # Launch.
+        buffers = {} if outputs else _allocate(library, results, first.index)
+        pointers = _pointers((*_STATE, *_GRADIENTS), buffers, inputs, rows, outputs)
+        pointers["dkl"] = upstream.pointer
+        planned.launch(pointers, library, stream)
+
+        # Hand back.
+        library.settle(stream)
+        if out is not None:
+            return tuple(out)
+        return tuple(library.hand_back(buffer) for buffer, _ in buffers.values())
+
+
+def warmup(
+    head_dim1: int = 128,
+    head_dim2: int = 128,
+    dtype: str = "bfloat16",
+    *,
+    wrt: Sequence[str] = ("q2", "k2"),
+    backward: bool = True,
+    unaligned: bool = False,
+    device: int | None = None,
+    arch: str | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> tuple[str, ...]:
+    """Build and load every kernel that later calls with these head dimensions run.
+
+    Without it a kernel is built when a call first needs it, which takes seconds once per machine,
+    and which is impossible while a graph is being captured.
+
+    Parameters
+    ----------
+    head_dim1, head_dim2
+        Head dimensions of the two sides.
+    dtype
+        ``"bfloat16"`` or ``"float16"``.
+    wrt
+        The gradients that will be asked for, as `attention_kl_backward` takes it.
+    backward
+        Whether to prepare the backward too.
+    unaligned
+        Prepare also for inputs whose addresses or strides are not multiples of 16 bytes.
+    device
+        Index of the card; by default the current one.
+    arch
+        Build for an architecture such as ``"sm_90a"`` and load nothing, which needs no card: the
+        kernels are then found on disk. Not together with `device`.
+    progress
+        Called as ``progress(num_done, num_kernels, kernel)`` before each kernel, and with an
+        empty name at the end.
+
+    Returns
+    -------
+    tuple of str
+        Names of the plans that are ready.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument does not fit.
+    ImportError, RuntimeError
+        If a kernel cannot be built or loaded.
+
+    Examples
+    --------
+    >>> warmup(64, 64, "float16", arch="sm_80")  # doctest: +SKIP
+    """
+    wrt = check_wrt(wrt)
+    check_flag("backward", backward)
+    check_flag("unaligned", unaligned)
+    check_head_dim("head_dim1", head_dim1)
+    check_head_dim("head_dim2", head_dim2)
+    if dtype not in GPU_DTYPES:
+        remedy = "name the dtype of the inputs"
+        raise ValueError(message("dtype", '"bfloat16" or "float16"', repr(dtype), remedy))
+    if device is not None and arch is not None:
+        remedy = "leave out device to build for an arch, or arch to load on a device"
+        raise ValueError(message("arch", "None together with device", repr(arch), remedy))
+
+    prepare: Callable[[str, jit.Template, int], object]
+    if arch is not None:
+        facts = plan.device_facts(arch)
+
+        def prepare(kernel: str, template: jit.Template, shared_memory: int) -> object:
+            return jit.build(kernel, template, facts.arch)
+    else:
+        index = interop.current_device() if device is None else device
+        facts = launch.device_facts(index)
+
+        def prepare(kernel: str, template: jit.Template, shared_memory: int) -> object:
+            return jit.function(kernel, template, facts.arch, index, shared_memory=shared_memory)
+
+    plans: list[plan.ForwardPlan | plan.BackwardPlan] = []
+    for problem in _warmup_problems(head_dim1, head_dim2, dtype, unaligned):
+        plans.append(plan.forward(problem, facts, force=env.force()))
+        for strategy in STRATEGIES if backward else ():
+            plans.append(plan.backward(problem, facts, wrt, strategy=strategy))
+    kernels: dict[tuple[str, jit.Template], int] = {}
+    for item in (kernel for ready in plans for kernel in ready.kernels):
+        name = (item.kernel, item.template)
+        kernels[name] = max(kernels.get(name, 0), item.shared_memory)
+
+    for num_done, ((kernel, template), shared_memory) in enumerate(kernels.items()):
+        if progress is not None:
+            progress(num_done, len(kernels), jit.render(kernel, template))
+        prepare(kernel, template, shared_memory)
+    if progress is not None:
+        progress(len(kernels), len(kernels), "")
+    return tuple(dict.fromkeys(ready.name for ready in plans))
+
+
+class _Planned:
+    """A plan on a device, with the mark that its kernels are loaded there."""
+
+    __slots__ = ("_chosen", "_device_index", "_is_loaded", "_start")
+
+    def __init__(
+        self,
+        chosen: plan.ForwardPlan | plan.BackwardPlan,
+        device_index: int,
+        start: Callable[[dict[str, int], int, int], None],
+    ) -> None:
+        self._chosen = chosen
+        self._device_index = device_index
+        self._start = start
+        self._is_loaded = False
+        if env.debug():
+            kernels = " ".join(kernel.kernel for kernel in chosen.kernels) or "nothing to launch"
+            print(
+                f"streamkl_cupy: {chosen.name} on {interop.device_of(device_index)}: {kernels}, "
+                f"workspace {chosen.workspace_bytes} bytes",
+                file=sys.stderr,
+            )
+
+    def require_loaded(self, stream: int) -> None:
+        """Raise if a kernel would have to be loaded while a graph is being captured."""
+        if self._is_loaded:
+            return
+        missing = [
+            kernel.kernel
+            for kernel in self._chosen.kernels
+            if not jit.is_loaded(
+                kernel.kernel, kernel.template, self._chosen.arch, self._device_index
+            )
+        ]
+        if missing and interop.is_capturing(stream):
+            raise RuntimeError(
+                f"{self._chosen.name}: expected its kernels to be loaded before a graph is "
+                f"captured, got {', '.join(missing)} not loaded; before the capture call "
+                "streamkl_cupy.warmup with the head dimensions, dtype and wrt of this call, or "
+                "make this call once."
+            )
+
+    def launch(self, pointers: dict[str, int], library: CudaLibrary, stream: int) -> None:
+        """Launch the plan, with a workspace of the caller's library."""
+        # Held until after the launch; freed memory is handed out again in stream order only.
+        workspace, address = None, 0
+        if self._chosen.workspace_bytes:
+            size = (self._chosen.workspace_bytes,)
+            workspace, address = library.empty(size, "uint8", self._device_index)
+        self._start(pointers, address, stream)
+        del workspace
+        self._is_loaded = True
+
+
+@functools.lru_cache(maxsize=_REMEMBERED)
+def _plan_forward(
+    problem: Problem, device_index: int, force: str | None, override: object
+) -> _Planned:
+    """Plan; `override` only tells apart what `plan` would decide differently."""
+    check_gpu(problem)
+    chosen = plan.forward(problem, launch.device_facts(device_index), force=force)
+
+    def start(pointers: dict[str, int], workspace: int, stream: int) -> None:
+        launch.forward(chosen, problem, pointers, workspace, stream, device_index)
+
+    return _Planned(chosen, device_index, start)
+
+
+@functools.lru_cache(maxsize=_REMEMBERED)
+def _plan_backward(
+    problem: Problem,
+    device_index: int,
+    override: object,
+    wrt: tuple[str, ...],
+    strategy: str,
+    deterministic: bool,
+    dkl: Strides,
+) -> _Planned:
+    """Plan; `override` only tells apart what `plan` would decide differently."""
+    check_gpu(problem)
+    facts = launch.device_facts(device_index)
+    asked = tuple(name for name in INPUTS if name in wrt)  # the order makes no difference
+    chosen = plan.backward(problem, facts, asked, strategy=strategy, deterministic=deterministic)
+
+    def start(pointers: dict[str, int], workspace: int, stream: int) -> None:
+        launch.backward(chosen, problem, dkl, pointers, workspace, stream, device_index)
+
+    return _Planned(chosen, device_index, start)
+
+
+@functools.lru_cache(maxsize=_REMEMBERED)
+def _describe(
+    q1: interop.Key,
+    k1: interop.Key,
+    q2: interop.Key,
+    k2: interop.Key,
+    causal: bool,
+    scale1: float | None,
+    scale2: float | None,
+    layout: str,
+) -> Problem:
+    operands = map(interop.operand_of, INPUTS, (q1, k1, q2, k2))
+    return describe(*operands, causal=causal, scale1=scale1, scale2=scale2, layout=layout)
+
+
+@functools.lru_cache(maxsize=_REMEMBERED)
+def _describe_rows(
+    problem: Problem,
+    shape: tuple[int, ...],
+    device_index: int,
+    dkl: interop.Key,
+    state: tuple[tuple[str, interop.Key], ...],
+) -> Strides:
+    """Check upstream gradient and state; return the strides of the former."""
+    device = interop.device_of(device_index)
+    check = functools.partial(check_rows, problem, shape=shape, device=device)
+    for name, key in state:
+        check(interop.operand_of(f"state.{name}", key), contiguous=True)
+    return check(interop.operand_of("dkl", dkl), contiguous=False)
+
+
+def _take_inputs(q1: Any, k1: Any, q2: Any, k2: Any) -> dict[str, Array]:
+    first = interop.take("q1", q1)
+    return {
+        "q1": first,
+        "k1": interop.take("k1", k1, first),
+        "q2": interop.take("q2", q2, first),
+        "k2": interop.take("k2", k2, first),
+    }
+
+
+def _take_state(state: Any, first: Array) -> dict[str, Array]:
+    if not isinstance(state, KLState):
+        raise TypeError(
+            message(
+                "state",
+                "a KLState",
+                type(state).__name__,
+                "pass the result of attention_kl(..., return_state=True) or KLState.from_lse(...)",
+            )
+        )
+    return _take_parts("state", state, first)
+
+
+def _take_state_outputs(out: Any, return_state: bool, first: Array) -> dict[str, Array]:
+    if not return_state and not isinstance(out, KLState):
+        return {"kl": interop.take("out", out, first)}
+    if not return_state or not isinstance(out, KLState):
+        expected = "a KLState with return_state=True" if return_state else "an array for kl"
+        remedy = "allocate one" if return_state else "pass out.kl, or return_state=True as well"
+        raise TypeError(message("out", expected, type(out).__name__, remedy))
+    return _take_parts("out", out, first)
+
+
+def _take_parts(argument: str, state: KLState, first: Array) -> dict[str, Array]:
+    parts = {}
+    for name in _STATE:
+        value = getattr(state, name)
+        # The low parts alone may be missing.
+        if value is not None or name in ("kl", "lse1", "lse2"):
+            parts[name] = interop.take(f"{argument}.{name}", value, first)
+    return parts
+
+
+def _take_gradient_outputs(out: Any, wrt: tuple[str, ...], first: Array) -> dict[str, Array]:
+    expected = f"a tuple of {len(wrt)} arrays, in the order of wrt={wrt}"
+    if not isinstance(out, tuple | list):
+        remedy = "put the arrays into a tuple"
+        raise TypeError(message("out", expected, type(out).__name__, remedy))
+    if len(out) != len(wrt):
+        remedy = "pass one array for each gradient"
+        raise ValueError(message("out", expected, f"one of length {len(out)}", remedy))
+    return {
+        f"d{name}": interop.take(f"out[{position}]", value, first)
+        for position, (name, value) in enumerate(zip(wrt, out, strict=True))
+    }
+
+
+def _check_outputs(
+    outputs: Mapping[str, Array],
+    labels: Mapping[str, str],
+    results: Mapping[str, tuple[tuple[int, ...], str]],
+    alignment: int,
+    inputs: Mapping[str, Array],
+) -> None:
+    others = [array.operand(name) for name, array in inputs.items()]
+    device = inputs["q1"].device
+    for name, array in outputs.items():
+        operand = array.operand(labels[name])
+        shape, dtype = results[name]
+        check_output(
+            operand, shape=shape, dtype=dtype, device=device, alignment=alignment, others=others
+        )
+        others.append(operand)
+
+
+def _named(prefix: str, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    return {f"{prefix}.{name}": array for name, array in arrays.items()}
+
+
+def _allocate(
+    library: CudaLibrary, results: Mapping[str, tuple[tuple[int, ...], str]], device_index: int
+) -> dict[str, tuple[Any, int]]:
+    """A buffer and its address for each result."""
+    return {
+        name: library.empty(shape, dtype, device_index) for name, (shape, dtype) in results.items()
+    }
+
+
+def _pointers(
+    names: Iterable[str], buffers: Mapping[str, tuple[Any, int]], *arrays: Mapping[str, Array]
+) -> dict[str, int]:
+    """The address of everything a launch can ask for; 0 for what there is not."""
+    pointers = dict.fromkeys(names, 0)
+    for group in arrays:
+        for name, array in group.items():
+            pointers[name] = array.pointer
+    for name, (_, pointer) in buffers.items():
+        pointers[name] = pointer
+    return pointers
+
+
+def _refer_forward(
+    inputs: Mapping[str, Array],
+    options: dict[str, Any],
+    return_state: bool,
+    outputs: Mapping[str, Array],
+) -> Any:
+    """`attention_kl` on the CPU, written to `outputs` if there are any."""
+    state = reference.attention_kl(
+        *(array.view for array in inputs.values()), **options, return_state=True
+    )
+    values = {"kl": state.kl, "lse1": state.lse1, "lse2": state.lse2}
+    if outputs:
+        for name, array in outputs.items():
+            # In float64 nothing is missing from lse.
+            array.view[...] = values.get(name, 0.0)
+        return None
+    first = inputs["q1"]
+    library = cast(HostLibrary, first.library)
+    results = {name: library.from_numpy(value, first) for name, value in values.items()}
+    if not return_state:
+        return results["kl"]
+    for name in ("lse1", "lse2"):
+        stored = interop.take(name, results[name]).view
+        if stored.dtype != np.float64:
+            # JAX keeps float32 unless told otherwise; large logits need the rest as well.
+            results[f"{name}_low"] = library.from_numpy(_rest(values[name], stored), first)
+    return KLState(**results)
+
+
+def _refer_backward(
+    dkl: Array,
+    inputs: Mapping[str, Array],
+    rows: Mapping[str, Array],
+    wrt: tuple[str, ...],
+    options: dict[str, Any],
+    outputs: Mapping[str, Array],
+) -> tuple[Any, ...]:
+    """`attention_kl_backward` on the CPU, written to `outputs` if there are any."""
+    values = {name: array.view.astype(np.float64) for name, array in rows.items()}
+    state = reference.ReferenceState(
+        values["kl"],
+        values["lse1"] + values.get("lse1_low", 0.0),
+        values["lse2"] + values.get("lse2_low", 0.0),
+    )
+    views = {name: array.view for name, array in inputs.items()}
+    gradients = reference.attention_kl_backward(dkl.view, **views, state=state, wrt=wrt, **options)
+    first = inputs["q1"]
+    library = cast(HostLibrary, first.library)
+    results = []
+    with np.errstate(over="ignore", invalid="ignore"):
+        for name, gradient in zip(wrt, gradients, strict=True):
+            if outputs:
+                outputs[f"d{name}"].view[...] = gradient
+            else:
+                rounded = gradient.astype(interop.numpy_dtype(first.dtype))
+                results.append(library.from_numpy(rounded, first))
+    return tuple(results)
+
+
+def _rest(exact: Any, stored: Any) -> Any:
+    """What a rounded array lacks of the exact one; nothing where either is infinite or NaN."""
+    with np.errstate(invalid="ignore"):
+        rest = exact - stored
+    return np.where(np.isfinite(rest), rest, 0.0)
+
+
+def _warmup_problems(head_dim1: int, head_dim2: int, dtype: str, unaligned: bool) -> list[Problem]:
+    """One problem for each kind of plan that these head dimensions can have."""
+    card = Device("cuda", 0)
+    addresses = (ALIGNMENT_BYTES, ALIGNMENT_BYTES + ITEM_BYTES[dtype])
+    problems = []
+    for num_queries in plan.QUERY_CLASSES:
+        for address in addresses if unaligned else addresses[:1]:
+            operands = [
+                Operand(
+                    name,
+                    (_WARMUP_HEADS, length, head_dim),
+                    (length * head_dim, head_dim, 1),
+                    dtype,
+                    card,
+                    address,
+                )
+                for name, length, head_dim in (
+                    ("q1", num_queries, head_dim1),
+                    ("k1", _WARMUP_KEYS, head_dim1),
+                    ("q2", num_queries, head_dim2),
+                    ("k2", _WARMUP_KEYS, head_dim2),
+                )
+            ]
+            problems.append(describe(*operands))
+    return problems

@@ -1,0 +1,597 @@
+"""Arrays of other libraries: taken in without a copy, handed back in kind.
+
+The only place that knows other array libraries exist. None of them is imported for its own sake:
+the library of an array is loaded already, and CuPy is imported when the first CUDA array comes.
+
+=======  =====================  =====================  ==========================  =============
+library  in, on the CPU         in, on CUDA            out, on CUDA                stream
+=======  =====================  =====================  ==========================  =============
+NumPy    as it is
+CuPy                            its attributes         ``cupy.empty``              CuPy's
+torch    ``Tensor.numpy``       its attributes         ``torch.empty``             torch's
+JAX      ``numpy.asarray``      ``cupy.from_dlpack``   ``cupy.empty`` and DLPack   CuPy's
+others   ``numpy.from_dlpack``  ``cupy.from_dlpack``   ``cupy.empty`` and DLPack   CuPy's
+=======  =====================  =====================  ==========================  =============
+
+"Others" have ``__dlpack__`` and the ``__array_namespace__`` of the array API standard, whose
+``from_dlpack`` makes the results. torch's attributes are read directly because an exchange by
+DLPack takes longer than a launch.
+
+torch and CuPy free memory in stream order, so a caller may drop an input as soon as the call
+returns. The others free on streams of their own: there the call waits for the kernels to finish.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from streamkl_cupy.problem import CPU_DTYPES, Device, Operand, message
+
+# Shape, strides, dtype, index of the device, and an address of the same alignment (0 for none).
+Key = tuple[tuple[int, ...], tuple[int, ...], str, int, int]
+
+CPU = -1  # in the place of a CUDA device's index
+
+# Device types of DLPack.
+_DLPACK_CPU = (1, 3)  # pageable and page-locked memory
+_DLPACK_CUDA = (2, 13)  # device and managed memory
+
+_CUDA_ERROR_STREAM_CAPTURE_IMPLICIT = 906
+
+_NUMPY_DTYPES = {name: np.dtype(name) for name in ("float16", "float32", "float64", "uint8")}
+_NUMPY_DTYPES["bfloat16"] = np.dtype(ml_dtypes.bfloat16)
+
+# The process that first used CUDA. It does not survive a fork.
+_cuda_process: int | None = None
+
+
+class Library(Protocol):
+    """An array library."""
+
+    name: str
+
+    def take(self, argument: str, value: Any) -> Array:
+        """Look at an array; raise if its memory cannot be used as it is."""
+        ...
+
+
+class HostLibrary(Library, Protocol):
+    """A library with arrays on the CPU."""
+
+    def from_numpy(self, values: NDArray[Any], like: Array) -> Any:
+        """Make an array of the values on the device of `like`."""
+        ...
+
+
+class CudaLibrary(Library, Protocol):
+    """A library with arrays on CUDA devices. All but the stream wants the device to be current."""
+
+    def current_stream(self, index: int) -> int:
+        """Handle of the caller's current stream on a device."""
+        ...
+
+    def empty(self, shape: tuple[int, ...], dtype: str, index: int) -> tuple[Any, int]:
+        """Allocate a buffer in the order of that stream; return it and its address."""
+        ...
+
+    def settle(self, stream: int) -> None:
+        """Make it safe for the caller to drop the inputs of what was launched on the stream."""
+        ...
+
+    def hand_back(self, buffer: Any) -> Any:
+        """Turn a buffer into an array of the library."""
+        ...
+
+
+class Array:
+    """One array of the caller as the rest of the package sees it.
+
+    Attributes
+    ----------
+    value
+        The caller's own object.
+    library
+        The library it belongs to.
+    shape, strides, dtype, pointer, readonly
+        As in `problem.Operand`.
+    index
+        Index of the CUDA device, or `CPU`.
+    view
+        On the CPU a NumPy array of the same memory. On CUDA whatever has to live as long as the
+        address is used.
+    key
+        Hashable; equal for two arrays that make no difference to a `problem.Problem`.
+    """
+
+    __slots__ = (
+        "dtype",
+        "index",
+        "key",
+        "library",
+        "pointer",
+        "readonly",
+        "shape",
+        "strides",
+        "value",
+        "view",
+    )
+
+    def __init__(
+        self,
+        value: Any,
+        library: Library,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        dtype: str,
+        index: int,
+        pointer: int,
+        readonly: bool = False,
+        view: Any = None,
+    ) -> None:
+        self.value = value
+        self.library = library
+        self.shape = shape
+        self.strides = strides
+        self.dtype = dtype
+        self.index = index
+        self.pointer = pointer
+        self.readonly = readonly
+        self.view = view
+        # Of the address only this counts: whether there is one, and how it is aligned.
+        self.key: Key = (shape, strides, dtype, index, pointer and 16 + (pointer & 15))
+
+    @property
+    def device(self) -> Device:
+        """Where the array lies."""
+        return device_of(self.index)
+
+    def operand(self, name: str) -> Operand:
+        """Describe the array under the name of an argument."""
+        return Operand(
+            name, self.shape, self.strides, self.dtype, self.device, self.pointer, self.readonly
+        )
+
+
+def operand_of(name: str, key: Key) -> Operand:
+    """Describe an array by its key alone: all that a check of what is only read needs."""
+    shape, strides, dtype, index, alignment = key
+    return Operand(name, shape, strides, dtype, device_of(index), alignment)
+
+
+def take(argument: str, value: Any, like: Array | None = None) -> Array:
+    """Look at an array of the caller. No data is read or copied.
+
+    Parameters
+    ----------
+    argument
+        Its name in messages.
+    value
+        An array of NumPy, CuPy, torch or JAX, or one with ``__dlpack__`` and
+        ``__array_namespace__``.
+    like
+        The q1 of the call, whose library it must share.
+
+    Returns
+    -------
+    Array
+        Where it lies and what it looks like.
+
+    Raises
+    ------
+    TypeError
+        If it is no array, belongs to another library, would lose a gradient, or is lazy, sparse
+        or traced.
+    ValueError
+        If it does not lie on the CPU or one CUDA device.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> take("q1", np.zeros((4, 8), np.float32)).strides
+    (8, 1)
+    """
+    library = _libraries.get(type(value)) or _find_library(argument, value)
+    if like is not None and library is not like.library and library.name != like.library.name:
+        raise TypeError(
+            message(
+                argument,
+                f"an array of {like.library.name} like q1",
+                f"one of {library.name} ({type(value).__name__})",
+                "pass all arrays of a call from one library",
+            )
+        )
+    return library.take(argument, value)
+
+
+def device_of(index: int) -> Device:
+    """Name the device whose index is as in `Array`."""
+    return Device("cpu") if index == CPU else Device("cuda", index)
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """Find a NumPy dtype by its name, bfloat16 included."""
+    return _NUMPY_DTYPES[name]
+
+
+def cupy() -> Any:
+    """Import CuPy.
+
+    Raises
+    ------
+    ImportError
+        If it is not installed; the message says what to install.
+    RuntimeError
+        In a process that was forked after CUDA had been used.
+    """
+    global _cuda_process
+    process = os.getpid()
+    if _cuda_process is None:
+        _cuda_process = process
+    elif _cuda_process != process:
+        raise RuntimeError(
+            f"CUDA was first used in process {_cuda_process}, from which this process, {process}, "
+            "was forked, and CUDA does not survive a fork; start workers with "
+            'multiprocessing.get_context("spawn").'
+        )
+    try:
+        import cupy as module
+    except ImportError as error:
+        raise ImportError(
+            "arrays on a GPU need CuPy, which cannot be imported; install streamkl-cupy[cu13] "
+            "(CUDA 13) or streamkl-cupy[cu12] (CUDA 12)."
+        ) from error
+    return module
+
+
+def under_device(index: int) -> Any:
+    """Make a CUDA device the current one for the length of a ``with`` block."""
+    return cupy().cuda.Device(index)
+
+
+def current_device() -> int:
+    """Index of the current CUDA device."""
+    index: int = cupy().cuda.runtime.getDevice()
+    return index
+
+
+def is_capturing(stream: int) -> bool:
+    """Whether a stream records a CUDA graph, so that no kernel can be loaded now."""
+    runtime = cupy().cuda.runtime
+    try:
+        return bool(runtime.streamIsCapturing(stream))
+    except runtime.CUDARuntimeError as error:
+        # What the default stream answers while another stream of the device records.
+        if error.status == _CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
+            return True
+        raise
+
+
+class _NumPy:
+    name = "numpy"
+
+    def take(self, argument: str, value: Any) -> Array:
+        return Array(
+            value,
+            self,
+            value.shape,
+            _element_strides(argument, value),
+            value.dtype.name,
+            CPU,
+            value.__array_interface__["data"][0],
+            not value.flags.writeable,
+            value,
+        )
+
+    def from_numpy(self, values: NDArray[Any], like: Array) -> Any:
+        return values
+
+
+class _CuPy:
+    name = "cupy"
+
+    def take(self, argument: str, value: Any) -> Array:
+        memory = value.data
+        strides = _element_strides(argument, value)
+        return Array(
+            value, self, value.shape, strides, value.dtype.name, memory.device_id, memory.ptr
+        )
+
+    def current_stream(self, index: int) -> int:
+        stream: int = cupy().cuda.get_current_stream(index).ptr
+        return stream
+
+    def empty(self, shape: tuple[int, ...], dtype: str, index: int) -> tuple[Any, int]:
+        buffer = cupy().empty(shape, _NUMPY_DTYPES[dtype])
+        return buffer, buffer.data.ptr
+
+    def settle(self, stream: int) -> None:
+        """CuPy's pool hands freed memory out again in the order of the stream."""
+
+    def hand_back(self, buffer: Any) -> Any:
+        return buffer
+
+
+class _Exchange(_CuPy):
+    """A library of the array API standard, reached by DLPack; CuPy allocates for it on CUDA."""
+
+    def __init__(self, name: str, from_dlpack: Any) -> None:
+        self.name = name
+        self._from_dlpack = from_dlpack
+
+    def take(self, argument: str, value: Any) -> Array:
+        kind, index = value.__dlpack_device__()
+        if kind in _DLPACK_CPU:
+            view = _import_dlpack(argument, value, np.from_dlpack)
+            return self._wrap(_NumPy().take(argument, view), value)
+        if kind in _DLPACK_CUDA:
+            with under_device(index):
+                view = _import_dlpack(argument, value, cupy().from_dlpack)
+            return self._wrap(_CuPy().take(argument, view), value)
+        raise _wrong_device(argument, f"one on a device of DLPack type {int(kind)}")
+
+    def _wrap(self, array: Array, value: Any, readonly: bool = False) -> Array:
+        array.view = array.value
+        array.value = value
+        array.library = self
+        array.readonly |= readonly
+        return array
+
+    def from_numpy(self, values: NDArray[Any], like: Array) -> Any:
+        return self._from_dlpack(values)
+
+    def settle(self, stream: int) -> None:
+        cupy().cuda.runtime.streamSynchronize(stream)
+
+    def hand_back(self, buffer: Any) -> Any:
+        return self._from_dlpack(buffer)
+
+
+class _Jax(_Exchange):
+    def __init__(self, jax: Any) -> None:
+        super().__init__("jax", jax.dlpack.from_dlpack)
+        self._device_put = jax.device_put
+
+    def take(self, argument: str, value: Any) -> Array:
+        if value.is_deleted():
+            remedy = "pass one that was not donated"
+            raise ValueError(message(argument, "a JAX array with data", "a deleted one", remedy))
+        devices = value.devices()
+        if len(devices) != 1:
+            raise ValueError(
+                message(
+                    argument,
+                    "a JAX array on one device",
+                    f"one sharded over {len(devices)} devices",
+                    "call once per shard, for example inside jax.shard_map by streamkl_cupy.jax",
+                )
+            )
+        kind, index = value.__dlpack_device__()
+        dtype = value.dtype.name
+        if dtype not in CPU_DTYPES:
+            # No view is made of what is refused by its dtype anyway.
+            place = CPU if kind in _DLPACK_CPU else index
+            return Array(value, self, value.shape, (0,) * value.ndim, dtype, place, 0, True)
+        if kind in _DLPACK_CPU:
+            # DLPack would lose bfloat16 here, and this shares the memory as well.
+            array = _NumPy().take(argument, np.asarray(value))
+        elif kind in _DLPACK_CUDA:
+            with under_device(index):
+                array = _CuPy().take(argument, cupy().from_dlpack(value))
+        else:
+            raise _wrong_device(argument, f"one on {next(iter(devices))}")
+        return self._wrap(array, value, readonly=True)
+
+    def from_numpy(self, values: NDArray[Any], like: Array) -> Any:
+        return self._device_put(values, next(iter(like.value.devices())))
+
+
+class _Torch:
+    name = "torch"
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self._strided = torch.strided
+        self._is_grad_enabled = torch.is_grad_enabled
+        self._forward_ad = torch.autograd.forward_ad
+        self._names: dict[Any, str] = {}  # dtype of torch -> name
+        self._dtypes = {name: getattr(torch, name) for name in _NUMPY_DTYPES}
+
+    def take(self, argument: str, value: Any) -> Array:
+        if value.requires_grad and self._is_grad_enabled():
+            raise TypeError(_lost_gradient(argument, "one that requires grad"))
+        if self._forward_ad._current_level >= 0 and self._has_tangent(value):
+            raise TypeError(_lost_gradient(argument, "one with a forward-mode tangent"))
+        if value.layout is not self._strided:
+            raise _not_dense(argument, f"one of layout {value.layout}")
+        # Conjugation is as lazy as negation, but then the dtype is complex and refused as such.
+        if value.is_neg():
+            raise TypeError(
+                message(
+                    argument,
+                    "a torch tensor whose memory holds its values",
+                    "one that is negated lazily",
+                    "pass value.resolve_neg() of it",
+                )
+            )
+        dtype = self._names.get(value.dtype) or self._name(value.dtype)
+        view = None
+        if value.is_cuda:
+            index = value.get_device()
+        elif value.is_cpu:
+            index = CPU
+        else:
+            raise _wrong_device(argument, f"one on torch device {value.device}")
+        try:
+            shape, strides, pointer = tuple(value.shape), value.stride(), value.data_ptr()
+            if index == CPU:
+                view = self._numpy(value, dtype)
+        except RuntimeError as error:
+            if value.is_nested:
+                raise _not_dense(argument, "a nested one") from error
+            raise _wrapped_tensor(argument, "one without (inside torch.func?)") from error
+        return Array(value, self, shape, strides, dtype, index, pointer, False, view)
+
+    def from_numpy(self, values: NDArray[Any], like: Array) -> Any:
+        if values.dtype == _NUMPY_DTYPES["bfloat16"]:
+            return self._torch.from_numpy(values.view(np.int16)).view(self._torch.bfloat16)
+        return self._torch.from_numpy(values)
+
+    def current_stream(self, index: int) -> int:
+        stream: int = self._torch.cuda.current_stream(index).cuda_stream
+        return stream
+
+    def empty(self, shape: tuple[int, ...], dtype: str, index: int) -> tuple[Any, int]:
+        # torch alone can allocate inside torch.cuda.graph, and knows the memory as its own.
+        buffer = self._torch.empty(shape, dtype=self._dtypes[dtype], device=index)
+        return buffer, buffer.data_ptr()
+
+    def settle(self, stream: int) -> None:
+        """torch's allocator hands freed memory out again in the order of the stream."""
+
+    def hand_back(self, buffer: Any) -> Any:
+        return buffer
+
+    def _has_tangent(self, value: Any) -> bool:
+        return self._forward_ad.unpack_dual(value).tangent is not None
+
+    def _name(self, dtype: Any) -> str:
+        return self._names.setdefault(dtype, str(dtype).removeprefix("torch."))
+
+    def _numpy(self, value: Any, dtype: str) -> NDArray[Any] | None:
+        if dtype not in CPU_DTYPES:
+            return None  # refused by its dtype later
+        value = value.detach()
+        if dtype != "bfloat16":
+            view: NDArray[Any] = value.numpy()
+            return view
+        bits: NDArray[Any] = value.view(self._torch.int16).numpy()
+        return bits.view(_NUMPY_DTYPES[dtype])
+
+
+# Library of each type of array seen so far. Writing an entry twice is harmless.
+_libraries: dict[type, Library] = {}
+
+
+def _find_library(argument: str, value: Any) -> Library:
+    """Find the library of an array of a type not seen before, and remember it."""
+    kind = type(value)
+    library: Library
+    if _is_instance(value, "torch", "Tensor"):
+        torch = sys.modules["torch"]
+        if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            raise _wrapped_tensor(argument, kind.__name__)
+        library = _Torch(torch)
+    elif _is_instance(value, "cupy", "ndarray"):
+        library = _CuPy()
+    elif _is_instance(value, "jax", "Array"):
+        jax = sys.modules["jax"]
+        if isinstance(value, jax.core.Tracer):
+            raise TypeError(
+                message(
+                    argument,
+                    "a JAX array with values",
+                    f"a tracer ({kind.__name__})",
+                    "inside jit, grad or vmap call streamkl_cupy.jax",
+                )
+            )
+        library = _Jax(jax)
+    elif isinstance(value, np.ndarray):
+        if isinstance(value, np.ma.MaskedArray):
+            remedy = "pass value.filled(...) of it"
+            raise TypeError(message(argument, "an array without mask", kind.__name__, remedy))
+        library = _NumPy()
+    elif all(hasattr(value, name) for name in ("__dlpack__", "__dlpack_device__")):
+        if not hasattr(value, "__array_namespace__"):
+            raise TypeError(
+                message(
+                    argument,
+                    "an array with __array_namespace__, which tells how to make results",
+                    f"{kind.__module__}.{kind.__name__}",
+                    "pass a NumPy, CuPy, torch or JAX array that shares its memory",
+                )
+            )
+        namespace = value.__array_namespace__()
+        library = _Exchange(namespace.__name__, namespace.from_dlpack)
+    else:
+        raise TypeError(
+            message(
+                argument,
+                "an array of NumPy, CuPy, torch or JAX, or another one with __dlpack__",
+                kind.__name__,
+                "convert it, for example by numpy.asarray",
+            )
+        )
+    return _libraries.setdefault(kind, library)
+
+
+def _is_instance(value: Any, module: str, name: str) -> bool:
+    # An array of a library that is not loaded, or still loading, cannot exist.
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(value, kind)
+
+
+def _import_dlpack(argument: str, value: Any, from_dlpack: Any) -> Any:
+    try:
+        return from_dlpack(value)
+    except (BufferError, NotImplementedError, RuntimeError, TypeError) as error:
+        raise TypeError(
+            message(
+                argument,
+                "an array that can be shared by DLPack",
+                f"{type(value).__name__}, which cannot ({error})",
+                "pass a NumPy, CuPy, torch or JAX array",
+            )
+        ) from error
+
+
+def _element_strides(argument: str, value: Any) -> tuple[int, ...]:
+    """Strides in elements of an array that has them in bytes."""
+    item_bytes = value.dtype.itemsize or 1
+    strides = []
+    for length, stride in zip(value.shape, value.strides, strict=True):
+        if length > 1 and stride % item_bytes:
+            raise ValueError(
+                message(
+                    argument,
+                    f"strides that are multiples of its element size, {item_bytes} bytes",
+                    f"strides of {value.strides} bytes",
+                    "pass a copy of it",
+                )
+            )
+        strides.append(stride // item_bytes)
+    return tuple(strides)
+
+
+def _lost_gradient(argument: str, got: str) -> str:
+    return message(
+        argument,
+        "a torch tensor outside autograd",
+        got,
+        "call streamkl_cupy.torch, which is differentiable, or pass value.detach()",
+    )
+
+
+def _not_dense(argument: str, got: str) -> TypeError:
+    return TypeError(message(argument, "a dense torch tensor", got, "pass a dense, padded copy"))
+
+
+def _wrapped_tensor(argument: str, got: str) -> TypeError:
+    return TypeError(
+        message(
+            argument,
+            "a torch tensor with memory of its own",
+            got,
+            "call streamkl_cupy.torch, which can be traced and transformed",
+        )
+    )
+
+
+def _wrong_device(argument: str, got: str) -> ValueError:
+    remedy = "move it to the CPU or to a CUDA device"
+    return ValueError(message(argument, "an array on the CPU or a CUDA device", got, remedy))

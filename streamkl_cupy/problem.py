@@ -1,0 +1,858 @@
+"""Problem: what a call computes, without its data; and every check of the arguments of a call.
+
+Pure Python: nothing here looks at memory, a card or an array library. An `Operand` describes one
+array of the caller, `describe` turns four of them and the options into a `Problem`, and the
+``check_*`` functions do the same for everything else a caller can pass. All messages have one
+form: the argument, what was expected, what came, what to do.
+
+The canonical order of the axes is batch, head, row, component, whatever the caller's layout and
+rank.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import permutations
+from typing import Any
+
+INPUTS = ("q1", "k1", "q2", "k2")
+LAYOUTS = ("bhnd", "bnhd")
+STRATEGIES = ("auto", "fused", "separate")
+GPU_DTYPES = ("bfloat16", "float16")
+CPU_DTYPES = ("bfloat16", "float16", "float32", "float64")
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+
+# What the asynchronous copies of the kernels need of an address and of a stride.
+ALIGNMENT_BYTES = 16
+MAX_LENGTH = 2**31 - 1
+MAX_HEAD_DIM = 256
+HEAD_DIM_STEP = 8
+# The kernels multiply logits by scale * log2(e) in float32.
+MAX_GPU_SCALE = 3.4028234e38 / math.log2(math.e)
+
+
+# Every valid value of wrt.
+_WRT = frozenset(names for count in range(1, 5) for names in permutations(INPUTS, count))
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Where an array lies: ``Device("cpu", 0)`` or ``Device("cuda", index)``."""
+
+    kind: str
+    index: int = 0
+
+    def __str__(self) -> str:
+        return "the CPU" if self.kind == "cpu" else f"{self.kind}:{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """Description of one array, without its data.
+
+    Attributes
+    ----------
+    name
+        The argument, as messages name it: ``"q1"``, ``"out.kl"``.
+    shape, strides
+        In the caller's order of axes; strides in elements, 0 for an expanded axis.
+    dtype
+        As NumPy and ml_dtypes spell it.
+    device
+        Where the array lies.
+    pointer
+        Address of the first element; 0 is allowed for an array without elements.
+    readonly
+        Whether the array cannot be written to.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    device: Device
+    pointer: int
+    readonly: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Strides:
+    """Strides of one tensor in the canonical order, in elements.
+
+    That of an input along an axis of length 1 is 0: it is never used, and so never matters.
+    """
+
+    batch: int
+    head: int
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What one call computes, without its data: the key of every cache.
+
+    Attributes
+    ----------
+    dtype
+        Of the four inputs.
+    batch, num_heads, num_key_heads1, num_key_heads2, num_queries, num_keys, head_dim1, head_dim2
+        Sizes. ``num_heads`` counts the query heads; query head h uses key head ``h // group``.
+    causal
+        Whether query i sees key j only if ``j <= i + num_keys - num_queries``.
+    scale1, scale2
+        Factors of the logits.
+    layout
+        ``"bhnd"`` or ``"bnhd"``: the order in which outputs are contiguous. Ranks 2 and 3 have
+        one order only, which is ``"bhnd"``.
+    q1, k1, q2, k2
+        Strides of the inputs; the stride of the last axis is 1.
+    row
+        Strides of kl, lse1, lse2 and the low parts, which are C-contiguous.
+    aligned
+        Whether every address and every stride of the inputs, in bytes, is a multiple of 16.
+    """
+
+    dtype: str
+    batch: int
+    num_heads: int
+    num_key_heads1: int
+    num_key_heads2: int
+    num_queries: int
+    num_keys: int
+    head_dim1: int
+    head_dim2: int
+    causal: bool
+    scale1: float
+    scale2: float
+    layout: str
+    q1: Strides
+    k1: Strides
+    q2: Strides
+    k2: Strides
+    row: Strides
+    aligned: bool
+    # A problem is looked up at every call, and hashing so many fields takes longer than the rest.
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash(self._values()))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The hash of a string differs from process to process, so it must not travel.
+        return type(self), self._values()
+
+    def _values(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, item.name) for item in fields(self) if item.init)
+
+    @property
+    def num_rows(self) -> int:
+        """Number of query rows in all: batch * num_heads * num_queries."""
+        return self.batch * self.num_heads * self.num_queries
+
+    @property
+    def group1(self) -> int:
+        """Query heads that share one key head of side 1."""
+        return self.num_heads // self.num_key_heads1 if self.num_key_heads1 else 1
+
+    @property
+    def group2(self) -> int:
+        """Query heads that share one key head of side 2."""
+        return self.num_heads // self.num_key_heads2 if self.num_key_heads2 else 1
+
+
+def message(argument: str, expected: str, got: str, remedy: str) -> str:
+    """Word an error: every error of the package about an argument has this form.
+
+    Parameters
+    ----------
+    argument
+        Name of the argument.
+    expected, got
+        What should have come, and what came.
+    remedy
+        What to do.
+
+    Returns
+    -------
+    str
+        One line.
+
+    Examples
+    --------
+    >>> message("scale1", "a finite number", "nan", "leave it out for the default")
+    'scale1: expected a finite number, got nan; leave it out for the default.'
+    """
+    return f"{argument}: expected {expected}, got {got}; {remedy}."
+
+
+def describe(
+    q1: Operand,
+    k1: Operand,
+    q2: Operand,
+    k2: Operand,
+    *,
+    causal: bool = False,
+    scale1: float | None = None,
+    scale2: float | None = None,
+    layout: str = "bhnd",
+) -> Problem:
+    """Check the inputs of a call and describe what is to be computed.
+
+    Parameters
+    ----------
+    q1, k1, q2, k2
+        Shapes ``(B, H, N_Q, D1) (B, HK1, N_K, D1) (B, H, N_Q, D2) (B, HK2, N_K, D2)`` for layout
+        ``"bhnd"``; ``"bnhd"`` swaps heads and length. Rank 3 is ``(BH, N, D)`` and rank 2
+        ``(N, D)`` in both.
+    causal
+        Whether query i sees key j only if ``j <= i + N_K - N_Q``.
+    scale1, scale2
+        Factors of the logits; by default ``D ** -0.5`` of the side.
+    layout
+        ``"bhnd"`` or ``"bnhd"``.
+
+    Returns
+    -------
+    Problem
+        The description, in the canonical order.
+
+    Raises
+    ------
+    TypeError
+        If a dtype is not supported on the device or differs from that of q1, or an option has the
+        wrong type.
+    ValueError
+        If shapes do not fit together, a device differs, a stride is negative, the last stride is
+        not 1, an address is not a multiple of the element size, or an option has no valid value.
+
+    Examples
+    --------
+    >>> cpu = Device("cpu")
+    >>> q = Operand("q", (4, 100, 64), (6400, 64, 1), "float32", cpu, 4096)
+    >>> problem = describe(q, q, q, q)
+    >>> problem.num_heads, problem.num_queries, problem.scale1, problem.row
+    (4, 100, 0.125, Strides(batch=400, head=100, row=1))
+    """
+    causal, scale1, scale2, layout = check_options(causal, scale1, scale2, layout)
+    operands = (q1, k1, q2, k2)
+    for operand in operands:
+        check_dtype(operand.name, operand.dtype, operand.device)
+    for operand in operands[1:]:
+        if operand.dtype != q1.dtype:
+            raise TypeError(
+                message(
+                    operand.name,
+                    f"the dtype of {q1.name}, {q1.dtype}",
+                    operand.dtype,
+                    "cast the four inputs to one dtype",
+                )
+            )
+    for operand in operands[1:]:
+        _check_device(operand, q1.name, q1.device)
+    for operand in operands:
+        _check_rank(operand, q1)
+        _check_strides(operand)
+        if operand.size and len(operand.shape) and operand.shape[-1] > 1:
+            _check_last_stride(operand)
+        _check_alignment(operand, ITEM_BYTES[operand.dtype])
+
+    views = [_canonical(operand, layout) for operand in operands]
+    (batch, num_heads, num_queries, head_dim1), *_ = shapes = [shape for shape, _ in views]
+    _check_shapes(operands, shapes, layout)
+    strides = [Strides(*stride[:3]) for _, stride in views]
+    num_keys, head_dim2 = shapes[1][2], shapes[2][3]
+    if len(q1.shape) < 4:
+        layout = "bhnd"
+    return Problem(
+        dtype=q1.dtype,
+        batch=batch,
+        num_heads=num_heads,
+        num_key_heads1=shapes[1][1],
+        num_key_heads2=shapes[3][1],
+        num_queries=num_queries,
+        num_keys=num_keys,
+        head_dim1=head_dim1,
+        head_dim2=head_dim2,
+        causal=causal,
+        scale1=head_dim1**-0.5 if scale1 is None else scale1,
+        scale2=head_dim2**-0.5 if scale2 is None else scale2,
+        layout=layout,
+        q1=strides[0],
+        k1=strides[1],
+        q2=strides[2],
+        k2=strides[3],
+        row=_contiguous(num_heads, num_queries, 1, layout),
+        aligned=all(map(_is_aligned, operands, strides)),
+    )
+
+
+def gradient_strides(problem: Problem, name: str) -> Strides:
+    """Strides of the gradient of an input: C-contiguous in the caller's layout.
+
+    Parameters
+    ----------
+    problem
+        The description of the call.
+    name
+        One of ``q1 k1 q2 k2``.
+
+    Returns
+    -------
+    Strides
+        In elements; that of the last axis is 1.
+
+    Examples
+    --------
+    >>> q = Operand("q", (2, 100, 4, 64), (25600, 256, 64, 1), "float32", Device("cpu"), 4096)
+    >>> gradient_strides(describe(q, q, q, q, layout="bnhd"), "k2")
+    Strides(batch=25600, head=64, row=256)
+    """
+    head_dim = problem.head_dim1 if name.endswith("1") else problem.head_dim2
+    if name.startswith("q"):
+        num_heads, length = problem.num_heads, problem.num_queries
+    else:
+        length = problem.num_keys
+        num_heads = problem.num_key_heads1 if name == "k1" else problem.num_key_heads2
+    return _contiguous(num_heads, length, head_dim, problem.layout)
+
+
+def check_options(
+    causal: Any, scale1: Any, scale2: Any, layout: Any
+) -> tuple[bool, float | None, float | None, str]:
+    """Check the options that all calls share, and bring the scales to float.
+
+    Parameters
+    ----------
+    causal, scale1, scale2, layout
+        As `describe` takes them.
+
+    Returns
+    -------
+    tuple
+        The four, the scales as float or None.
+
+    Raises
+    ------
+    TypeError
+        If one has the wrong type.
+    ValueError
+        If a scale is not finite or the layout is unknown.
+
+    Examples
+    --------
+    >>> check_options(False, 2, None, "bhnd")
+    (False, 2.0, None, 'bhnd')
+    """
+    check_flag("causal", causal)
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        error = ValueError if isinstance(layout, str) else TypeError
+        raise error(
+            message(
+                "layout",
+                '"bhnd" (batch, heads, length, head_dim) or "bnhd" (heads and length swapped)',
+                repr(layout),
+                "name the order of the axes of the four inputs",
+            )
+        )
+    return causal, _check_scale("scale1", scale1), _check_scale("scale2", scale2), layout
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Refuse what is not a bool.
+
+    Parameters
+    ----------
+    name
+        The argument.
+    value
+        What came.
+
+    Raises
+    ------
+    TypeError
+        If `value` is not a bool.
+
+    Examples
+    --------
+    >>> check_flag("causal", 1)
+    Traceback (most recent call last):
+    ...
+    TypeError: causal: expected True or False, got 1 (int); pass bool(...) of it.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(message(name, "True or False", _spell(value), "pass bool(...) of it"))
+
+
+def check_wrt(wrt: Any) -> tuple[str, ...]:
+    """Check which gradients are asked for.
+
+    Parameters
+    ----------
+    wrt
+        Names out of ``q1 k1 q2 k2``, in any order.
+
+    Returns
+    -------
+    tuple of str
+        The names in the order given.
+
+    Raises
+    ------
+    TypeError
+        If it is a single string or not a collection of names.
+    ValueError
+        If it is empty, or a name is unknown or comes twice.
+
+    Examples
+    --------
+    >>> check_wrt(["k2", "q1"])
+    ('k2', 'q1')
+    """
+    expected = "one or more of 'q1', 'k1', 'q2', 'k2', each at most once"
+    remedy = 'name the inputs whose gradients you want, for example wrt=("q2", "k2")'
+    if isinstance(wrt, str) or not isinstance(wrt, Iterable):
+        raise TypeError(message("wrt", f"a tuple of {expected}", _spell(wrt), remedy))
+    names = tuple(wrt)
+    if not all(isinstance(name, str) for name in names) or names not in _WRT:
+        raise ValueError(message("wrt", expected, _spell(wrt), remedy))
+    return names
+
+
+def check_strategy(strategy: Any, deterministic: Any) -> None:
+    """Check how the backward is to be computed.
+
+    Parameters
+    ----------
+    strategy
+        ``"auto"``, ``"fused"`` or ``"separate"``.
+    deterministic
+        Whether two runs must agree bit for bit, which only the separate kernels do.
+
+    Raises
+    ------
+    TypeError
+        If `deterministic` is not a bool.
+    ValueError
+        If the strategy is unknown, or fused and deterministic are asked for together.
+
+    Examples
+    --------
+    >>> check_strategy("auto", True)
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(
+            message(
+                "strategy",
+                '"auto", "fused" or "separate"',
+                repr(strategy),
+                'leave it out, or pass "auto", to let the package choose',
+            )
+        )
+    check_flag("deterministic", deterministic)
+    if deterministic and strategy == "fused":
+        raise ValueError(
+            message(
+                "strategy",
+                '"auto" or "separate" with deterministic=True',
+                "'fused', whose sums arrive in no fixed order",
+                'leave strategy out or pass "separate"',
+            )
+        )
+
+
+def check_dtype(name: str, dtype: str, device: Device) -> None:
+    """Refuse an input dtype that is not computed on the device.
+
+    Parameters
+    ----------
+    name
+        The argument.
+    dtype
+        Its dtype as NumPy spells it.
+    device
+        Where it lies.
+
+    Raises
+    ------
+    TypeError
+        If the dtype is not supported there.
+
+    Examples
+    --------
+    >>> check_dtype("q1", "bfloat16", Device("cuda", 0))
+    """
+    if device.kind == "cpu":
+        if dtype not in CPU_DTYPES:
+            expected = "bfloat16, float16, float32 or float64 on the CPU"
+            raise TypeError(message(name, expected, dtype, "cast the four inputs to one of them"))
+    elif dtype not in GPU_DTYPES:
+        raise TypeError(
+            message(
+                name,
+                "bfloat16 or float16 on a GPU",
+                dtype,
+                "cast the four inputs to one of them",
+            )
+        )
+
+
+def check_gpu(problem: Problem) -> None:
+    """Refuse what the reference computes and the kernels do not.
+
+    Parameters
+    ----------
+    problem
+        The description of the call.
+
+    Raises
+    ------
+    TypeError
+        If the dtype is neither bfloat16 nor float16.
+    ValueError
+        If a head dimension is not a multiple of 8 from 8 to 256, or a scale is out of the range
+        of float32.
+
+    Examples
+    --------
+    >>> q = Operand("q", (100, 64), (64, 1), "bfloat16", Device("cuda", 0), 4096)
+    >>> check_gpu(describe(q, q, q, q))
+    """
+    check_dtype("q1", problem.dtype, Device("cuda", 0))
+    check_head_dim("q1 and k1", problem.head_dim1)
+    check_head_dim("q2 and k2", problem.head_dim2)
+    for name, scale in (("scale1", problem.scale1), ("scale2", problem.scale2)):
+        if abs(scale) > MAX_GPU_SCALE:
+            expected = "a magnitude below 2.3e38 on a GPU, where logits are float32"
+            raise ValueError(message(name, expected, repr(scale), "scale the queries instead"))
+
+
+def check_head_dim(name: str, head_dim: Any) -> None:
+    """Refuse a head dimension for which there is no kernel.
+
+    Parameters
+    ----------
+    name
+        The argument or arguments.
+    head_dim
+        Number of components of a head.
+
+    Raises
+    ------
+    TypeError
+        If it is no int.
+    ValueError
+        If it is not a multiple of 8 from 8 to 256.
+
+    Examples
+    --------
+    >>> check_head_dim("head_dim1", 96)
+    """
+    expected = f"a head dimension that is a multiple of 8 from 8 to {MAX_HEAD_DIM} on a GPU"
+    if not isinstance(head_dim, int) or isinstance(head_dim, bool):
+        raise TypeError(message(name, expected, _spell(head_dim), "pass an int"))
+    if head_dim % HEAD_DIM_STEP or not HEAD_DIM_STEP <= head_dim <= MAX_HEAD_DIM:
+        if 0 < head_dim < MAX_HEAD_DIM:
+            multiple = -(-head_dim // HEAD_DIM_STEP) * HEAD_DIM_STEP
+            remedy = f"pad with zeros to {multiple} and keep the scale of {head_dim}"
+        else:
+            remedy = "compute on the CPU, where any head dimension is accepted"
+        raise ValueError(message(name, expected, str(head_dim), remedy))
+
+
+def check_rows(
+    problem: Problem,
+    operand: Operand,
+    *,
+    shape: tuple[int, ...],
+    device: Device,
+    contiguous: bool,
+) -> Strides:
+    """Check an array with one value a query row: the upstream gradient or a part of the state.
+
+    Parameters
+    ----------
+    problem
+        The description of the call.
+    operand
+        The array. float32 on the GPU, any of the float dtypes on the CPU.
+    shape
+        The shape it must have: that of q1 without its last axis, in the caller's layout.
+    device
+        Where the inputs lie.
+    contiguous
+        Whether it must be C-contiguous, as the state must; otherwise any strides from 0 up do.
+
+    Returns
+    -------
+    Strides
+        In the canonical order; 0 along axes of length 1.
+
+    Raises
+    ------
+    TypeError
+        If the dtype is another.
+    ValueError
+        If shape, device, strides or alignment are not as said.
+
+    Examples
+    --------
+    >>> cpu = Device("cpu")
+    >>> q = Operand("q", (4, 100, 64), (6400, 64, 1), "float32", cpu, 4096)
+    >>> dkl = Operand("dkl", (4, 100), (0, 0), "float32", cpu, 4096)
+    >>> check_rows(describe(q, q, q, q), dkl, shape=(4, 100), device=cpu, contiguous=False)
+    Strides(batch=0, head=0, row=0)
+    """
+    if device.kind == "cpu":
+        if operand.dtype not in CPU_DTYPES:
+            expected = "bfloat16, float16, float32 or float64"
+            raise TypeError(message(operand.name, expected, operand.dtype, "cast it"))
+    elif operand.dtype != "float32":
+        raise TypeError(message(operand.name, "float32", operand.dtype, "cast it to float32"))
+    _check_device(operand, "q1", device)
+    if operand.shape != shape:
+        expected = f"the shape of q1 without its last axis, {shape}"
+        raise ValueError(
+            message(operand.name, expected, str(operand.shape), "pass one value a query row")
+        )
+    _check_strides(operand)
+    if contiguous:
+        _check_contiguous(operand)
+    _check_alignment(operand, ITEM_BYTES[operand.dtype])
+    _, strides = _canonical(operand, problem.layout, rows=True)
+    return Strides(*strides[:3])
+
+
+def check_output(
+    operand: Operand,
+    *,
+    shape: tuple[int, ...],
+    dtype: str,
+    device: Device,
+    alignment: int,
+    others: Sequence[Operand],
+) -> None:
+    """Check an array of the caller that a result is to be written to.
+
+    Parameters
+    ----------
+    operand
+        The array.
+    shape, dtype, device
+        What the result has.
+    alignment
+        Bytes that its address must be a multiple of.
+    others
+        The inputs and the other outputs of the call, whose memory it must not share.
+
+    Raises
+    ------
+    TypeError
+        If the dtype is another.
+    ValueError
+        If anything else is not as said, or the array is not C-contiguous or is read-only.
+
+    Examples
+    --------
+    >>> cpu = Device("cpu")
+    >>> kl = Operand("out", (4, 100), (100, 1), "float64", cpu, 4096)
+    >>> check_output(kl, shape=(4, 100), dtype="float64", device=cpu, alignment=8, others=())
+    """
+    name = operand.name
+    if operand.readonly:
+        remedy = "pass a writable array, or leave out= out"
+        raise ValueError(message(name, "an array to write to", "a read-only one", remedy))
+    if operand.dtype != dtype:
+        raise TypeError(message(name, dtype, operand.dtype, f"allocate it as {dtype}"))
+    _check_device(operand, "q1", device)
+    if operand.shape != shape:
+        expected = f"the shape of the result, {shape}"
+        raise ValueError(message(name, expected, str(operand.shape), "allocate it in that shape"))
+    _check_contiguous(operand)
+    _check_alignment(operand, alignment)
+    first, last = _span(operand)
+    for other in others:
+        other_first, other_last = _span(other)
+        if first < other_last and other_first < last:
+            expected = "memory of its own"
+            got = f"memory that overlaps with that of {other.name}"
+            raise ValueError(message(name, expected, got, "allocate it separately"))
+
+
+def _check_scale(name: str, scale: Any) -> float | None:
+    if scale is None:
+        return None
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+        remedy = "pass float(...) of it, or leave it out for head_dim ** -0.5"
+        raise TypeError(message(name, "a real number", _spell(scale), remedy))
+    try:
+        value = float(scale)
+    except OverflowError:
+        value = math.inf
+    if not math.isfinite(value):
+        remedy = "pass a finite one, or leave it out for head_dim ** -0.5"
+        raise ValueError(message(name, "a finite number", repr(scale), remedy))
+    return value
+
+
+def _check_device(operand: Operand, reference: str, device: Device) -> None:
+    if operand.device != device:
+        expected = f"an array on {device} like {reference}"
+        got = f"one on {operand.device}"
+        raise ValueError(message(operand.name, expected, got, f"move it to {device}"))
+
+
+def _check_rank(operand: Operand, first: Operand) -> None:
+    rank = len(operand.shape)
+    if not 2 <= rank <= 4:
+        got = f"{rank} (shape {operand.shape})"
+        remedy = "pass (batch, heads, length, head_dim), (batch * heads, length, head_dim) or "
+        remedy += "(length, head_dim)"
+        raise ValueError(message(operand.name, "2, 3 or 4 axes", got, remedy))
+    if rank != len(first.shape):
+        expected = f"{len(first.shape)} axes like {first.name}"
+        got = f"{rank} (shape {operand.shape})"
+        raise ValueError(
+            message(operand.name, expected, got, "give the four inputs the same number of axes")
+        )
+
+
+def _check_strides(operand: Operand) -> None:
+    used = zip(operand.shape, operand.strides, strict=True)
+    if any(length > 1 and stride < 0 for length, stride in used) and operand.size:
+        expected = "strides from 0 up"
+        got = f"strides {operand.strides} for shape {operand.shape}"
+        raise ValueError(message(operand.name, expected, got, "pass a copy of it"))
+
+
+def _check_last_stride(operand: Operand) -> None:
+    if operand.strides[-1] != 1:
+        got = f"strides {operand.strides} for shape {operand.shape}"
+        remedy = "make the head dimension contiguous, for example by a contiguous copy"
+        raise ValueError(message(operand.name, "a last stride of 1", got, remedy))
+
+
+def _check_contiguous(operand: Operand) -> None:
+    expected = 1
+    contiguous = True
+    for length, stride in zip(reversed(operand.shape), reversed(operand.strides), strict=True):
+        contiguous &= length == 1 or stride == expected
+        expected *= length
+    if operand.size and not contiguous:
+        got = f"strides {operand.strides} for shape {operand.shape}"
+        remedy = "pass a contiguous array"
+        raise ValueError(message(operand.name, "a C-contiguous array", got, remedy))
+
+
+def _check_alignment(operand: Operand, alignment: int) -> None:
+    if operand.size == 0:
+        return
+    if operand.pointer == 0:
+        remedy = "pass an array whose memory is allocated"
+        raise ValueError(message(operand.name, "an array with data", "a null address", remedy))
+    if operand.pointer % alignment:
+        expected = f"an address that is a multiple of {alignment} bytes"
+        got = f"one with remainder {operand.pointer % alignment}"
+        raise ValueError(message(operand.name, expected, got, "pass a copy of it"))
+
+
+def _check_shapes(
+    operands: Sequence[Operand], shapes: Sequence[tuple[int, ...]], layout: str
+) -> None:
+    """Check that four shapes in the canonical order fit together."""
+    names = [operand.name for operand in operands]
+    batch, num_heads, num_queries, _ = shapes[0]
+    num_keys = shapes[1][2]
+
+    def mismatch(position: int, expected: str, got: int, remedy: str) -> ValueError:
+        shape = f"{got} (shape {operands[position].shape}, layout {layout!r})"
+        return ValueError(message(names[position], expected, shape, remedy))
+
+    for position in (1, 2, 3):
+        if shapes[position][0] != batch:
+            expected = f"the batch size of {names[0]}, {batch}"
+            remedy = "give the four inputs the same batch size"
+            raise mismatch(position, expected, shapes[position][0], remedy)
+    if shapes[2][1] != num_heads:
+        expected = f"the number of heads of {names[0]}, {num_heads}"
+        raise mismatch(2, expected, shapes[2][1], "give both queries the same heads")
+    if shapes[2][2] != num_queries:
+        expected = f"the length of {names[0]}, {num_queries}"
+        raise mismatch(2, expected, shapes[2][2], "compare the same queries on both sides")
+    if shapes[3][2] != num_keys:
+        expected = f"the length of {names[1]}, {num_keys}"
+        raise mismatch(3, expected, shapes[3][2], "compare over the same keys on both sides")
+    for query, key in ((0, 1), (2, 3)):
+        head_dim, key_heads = shapes[query][3], shapes[key][1]
+        if head_dim == 0:
+            expected = "a head dimension of at least 1"
+            raise mismatch(query, expected, 0, "pass heads with components")
+        if shapes[key][3] != head_dim:
+            expected = f"the head dimension of {names[query]}, {head_dim}"
+            remedy = f"give {names[query]} and {names[key]} the same head dimension"
+            raise mismatch(key, expected, shapes[key][3], remedy)
+        if key_heads != num_heads and (key_heads == 0 or num_heads % key_heads):
+            expected = f"a number of heads that divides the {num_heads} of {names[query]}"
+            remedy = "pass one key head for each group of query heads, or check layout="
+            raise mismatch(key, expected, key_heads, remedy)
+    for position, length in ((0, num_queries), (1, num_keys)):
+        if length > MAX_LENGTH:
+            expected = f"a length below 2**31 ({MAX_LENGTH + 1})"
+            raise mismatch(position, expected, length, "split the sequence")
+
+
+def _canonical(
+    operand: Operand, layout: str, *, rows: bool = False
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides in the order batch, head, row, component, with 0 for unused strides.
+
+    With `rows` the operand lacks the last axis and gets one of length 1.
+    """
+    shape = (*operand.shape, 1) if rows else operand.shape
+    strides = (*operand.strides, 1) if rows else operand.strides
+    missing = 4 - len(shape)
+    shape, strides = (1,) * missing + shape, (0,) * missing + strides
+    if layout == "bnhd" and not missing:
+        shape = (shape[0], shape[2], shape[1], shape[3])
+        strides = (strides[0], strides[2], strides[1], strides[3])
+    is_empty = 0 in shape
+    used = zip(shape, strides, strict=True)
+    return shape, tuple(0 if length == 1 or is_empty else stride for length, stride in used)
+
+
+def _contiguous(num_heads: int, length: int, head_dim: int, layout: str) -> Strides:
+    """Strides of a C-contiguous tensor ``(B, H, N, D)`` or ``(B, N, H, D)``."""
+    if layout == "bnhd":
+        return Strides(num_heads * length * head_dim, head_dim, num_heads * head_dim)
+    return Strides(num_heads * length * head_dim, length * head_dim, head_dim)
+
+
+def _is_aligned(operand: Operand, strides: Strides) -> bool:
+    item_bytes = ITEM_BYTES[operand.dtype]
+    offsets = (strides.batch * item_bytes, strides.head * item_bytes, strides.row * item_bytes)
+    return not any(offset % ALIGNMENT_BYTES for offset in (operand.pointer, *offsets))
+
+
+def _span(operand: Operand) -> tuple[int, int]:
+    """First address of an operand and the one past its last; (0, 0) if it is empty."""
+    if operand.size == 0:
+        return 0, 0
+    pairs = zip(operand.shape, operand.strides, strict=True)
+    last = sum((length - 1) * stride for length, stride in pairs)
+    return operand.pointer, operand.pointer + (last + 1) * ITEM_BYTES[operand.dtype]
+
+
+def _spell(value: Any) -> str:
+    """A value for a message: short, with its type."""
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"

@@ -1,0 +1,77 @@
+"""KLState: what the forward hands to the backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class SupportsDLPack(Protocol):
+    """An array of any library that shares its memory by DLPack."""
+
+    def __dlpack__(self) -> Any: ...
+
+    def __dlpack_device__(self) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KLState:
+    """The result of the forward for each query row, with all that the backward needs.
+
+    Every array has the shape of q1 without its last axis and belongs to the caller's library.
+    The log-sum-exps are not differentiable.
+
+    Attributes
+    ----------
+    kl
+        KL divergence, in nats. float32 on the GPU, float64 on the CPU.
+    lse1, lse2
+        Log-sum-exp of the scaled logits of each side, in nats; -inf for a row without keys.
+    lse1_low, lse2_low
+        What ``lse1`` and ``lse2`` lack of the true value in float32 (``lse + low``), which the
+        backward needs where logits are large. None means zero.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> state = KLState.from_lse(np.zeros(3), np.ones(3), np.ones(3))
+    >>> state.lse1_low is None
+    True
+    """
+
+    kl: SupportsDLPack
+    lse1: SupportsDLPack
+    lse2: SupportsDLPack
+    lse1_low: SupportsDLPack | None = None
+    lse2_low: SupportsDLPack | None = None
+
+    @classmethod
+    def from_lse(cls, kl: SupportsDLPack, lse1: SupportsDLPack, lse2: SupportsDLPack) -> KLState:
+        """Build a state from values that the caller has computed.
+
+        Parameters
+        ----------
+        kl
+            KL divergence of each query row, in nats, C-contiguous, of the shape of q1 without its
+            last axis. Needed for the gradients of q1 and k1 only.
+        lse1, lse2
+            Log-sum-exp of each query row over the allowed keys, in nats, likewise.
+
+        Returns
+        -------
+        KLState
+            The state, without low parts. An ``lse`` that is off by x makes every probability of
+            its side off by the factor ``exp(x)``.
+
+        Notes
+        -----
+        The arrays are checked by the call that uses them.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> state = KLState.from_lse(np.zeros(3), np.ones(3), np.ones(3))
+        >>> state.lse1.shape
+        (3,)
+        """
+        return cls(kl, lse1, lse2)

@@ -1,0 +1,572 @@
+"""The public functions on a card that is only pretended.
+
+Memory of the host stands for that of the card, and the launch is replaced by one that computes
+with the reference, through addresses and strides alone, as the kernels do. What is tested is all
+between the caller's array and the launch: addresses, strides, outputs, workspaces, devices,
+streams, plans and their reuse.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import streamkl_cupy as skl
+from streamkl_cupy import api, interop, jit, launch, plan, reference
+from streamkl_cupy.problem import (
+    INPUTS,
+    Device,
+    Operand,
+    Problem,
+    Strides,
+    describe,
+    gradient_strides,
+)
+
+DEVICE = 3
+STREAM = 0xBEEF
+FACTS = plan.device_facts("sm_80")
+
+
+class CardArray:
+    """An array "on the card"."""
+
+    def __init__(self, host: np.ndarray, index: int = DEVICE) -> None:
+        self.host = host
+        self.index = index
+
+
+class CardLibrary:
+    """A library whose arrays are all "on the card"."""
+
+    name = "card"
+
+    def __init__(self) -> None:
+        self.allocated: list[tuple[tuple[int, ...], str, int]] = []
+        self.settled: list[int] = []
+        self.handed_back = 0
+
+    def take(self, argument: str, value: CardArray) -> interop.Array:
+        host = value.host
+        strides = tuple(stride // host.itemsize for stride in host.strides)
+        address = host.__array_interface__["data"][0] if host.size else 0
+        return interop.Array(
+            value, self, host.shape, strides, host.dtype.name, value.index, address
+        )
+
+    def current_stream(self, index: int) -> int:
+        return STREAM + index
+
+    def empty(self, shape: tuple[int, ...], dtype: str, index: int) -> tuple[Any, int]:
+        self.allocated.append((shape, dtype, index))
+        # What is not written shows, and every address is a multiple of 16 bytes.
+        size = int(np.prod(shape)) * interop.numpy_dtype(dtype).itemsize
+        memory = np.full(size + 16, 0xFF, np.uint8)
+        start = -memory.__array_interface__["data"][0] % 16
+        host = memory[start : start + size].view(interop.numpy_dtype(dtype)).reshape(shape)
+        return CardArray(host, index), host.__array_interface__["data"][0]
+
+    def settle(self, stream: int) -> None:
+        self.settled.append(stream)
+
+    def hand_back(self, buffer: CardArray) -> CardArray:
+        self.handed_back += 1
+        return buffer
+
+
+class Card:
+    """Records what reaches the launch, and computes it."""
+
+    def __init__(self) -> None:
+        self.library = CardLibrary()
+        self.current: list[int] = []
+        self.launched: list[tuple[Any, ...]] = []
+        self.planned = 0
+        self.loaded = True
+        self.capturing = False
+
+    @contextlib.contextmanager
+    def under_device(self, index: int) -> Iterator[None]:
+        self.current.append(index)
+        try:
+            yield
+        finally:
+            self.current.pop()
+
+    def forward(
+        self,
+        chosen: plan.ForwardPlan,
+        problem: Problem,
+        pointers: dict[str, int],
+        workspace: int,
+        stream: int,
+        device_index: int,
+    ) -> None:
+        assert self.current == [device_index]
+        assert (workspace != 0) == (chosen.workspace_bytes > 0)
+        if workspace:
+            ctypes.memset(workspace, 0, chosen.workspace_bytes)
+        self.launched.append((chosen, problem, pointers, stream))
+        state = reference.attention_kl(**self.inputs(problem, pointers), return_state=True)
+        for name, values in state._asdict().items():
+            self.write_rows(problem, pointers[name], values)
+        for name in ("lse1_low", "lse2_low"):
+            self.write_rows(problem, pointers[name], np.full_like(state.kl, 0.25))
+
+    def backward(
+        self,
+        chosen: plan.BackwardPlan,
+        problem: Problem,
+        dkl: Strides,
+        pointers: dict[str, int],
+        workspace: int,
+        stream: int,
+        device_index: int,
+    ) -> None:
+        assert self.current == [device_index]
+        if workspace:
+            ctypes.memset(workspace, 0, chosen.workspace_bytes)
+        self.launched.append((chosen, problem, pointers, stream))
+        sizes = (problem.batch, problem.num_heads, problem.num_queries)
+        rows = {
+            name: read(pointers[name], (*sizes, 1), problem.row, np.float32)[..., 0]
+            for name in ("kl", "lse1", "lse2")
+        }
+        for name in ("lse1", "lse2"):
+            if pointers[f"{name}_low"]:
+                low = read(pointers[f"{name}_low"], (*sizes, 1), problem.row, np.float32)[..., 0]
+                assert (low == 0.25).all()
+        upstream = read(pointers["dkl"], (*sizes, 1), dkl, np.float32)[..., 0]
+        gradients = reference.attention_kl_backward(
+            upstream,
+            **self.inputs(problem, pointers),
+            state=reference.ReferenceState(**rows),
+            wrt=INPUTS,
+        )
+        for name, values in zip(INPUTS, gradients, strict=True):
+            if pointers[f"d{name}"]:
+                dtype = interop.numpy_dtype(problem.dtype)
+                view = read(
+                    pointers[f"d{name}"], values.shape, gradient_strides(problem, name), dtype
+                )
+                view[...] = values
+
+    def inputs(self, problem: Problem, pointers: dict[str, int]) -> dict[str, Any]:
+        arrays = {}
+        for name in INPUTS:
+            side = name[1]
+            heads = (
+                problem.num_heads if name[0] == "q" else getattr(problem, f"num_key_heads{side}")
+            )
+            length = problem.num_queries if name[0] == "q" else problem.num_keys
+            shape = (problem.batch, heads, length, getattr(problem, f"head_dim{side}"))
+            dtype = interop.numpy_dtype(problem.dtype)
+            arrays[name] = read(pointers[name], shape, getattr(problem, name), dtype)
+        options = {"causal": problem.causal, "scale1": problem.scale1, "scale2": problem.scale2}
+        return arrays | options
+
+    def write_rows(self, problem: Problem, address: int, values: np.ndarray) -> None:
+        if address:
+            view = read(address, (*values.shape, 1), problem.row, np.float32)
+            view[..., 0] = values
+
+
+def read(address: int, shape: tuple[int, ...], strides: Strides, dtype: Any) -> np.ndarray:
+    """View of memory, by an address and strides in elements."""
+    dtype = np.dtype(dtype)
+    if 0 in shape:
+        return np.zeros(shape, dtype)
+    steps = (strides.batch, strides.head, strides.row, 1)
+    size = 1 + sum((length - 1) * step for length, step in zip(shape, steps, strict=True))
+    memory = (ctypes.c_char * (size * dtype.itemsize)).from_address(address)
+    flat = np.frombuffer(memory, np.uint8).view(dtype)
+    return np.lib.stride_tricks.as_strided(flat, shape, [step * dtype.itemsize for step in steps])
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
+    pretended = Card()
+    monkeypatch.setitem(interop._libraries, CardArray, pretended.library)
+    monkeypatch.setattr(interop, "under_device", pretended.under_device)
+    monkeypatch.setattr(interop, "is_capturing", lambda stream: pretended.capturing)
+    monkeypatch.setattr(launch, "device_facts", lambda index: FACTS)
+    monkeypatch.setattr(launch, "forward", pretended.forward)
+    monkeypatch.setattr(launch, "backward", pretended.backward)
+    monkeypatch.setattr(jit, "is_loaded", lambda *slot: pretended.loaded)
+
+    def counted(function: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            pretended.planned += 1
+            return function(*arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(plan, "forward", counted(plan.forward))
+    monkeypatch.setattr(plan, "backward", counted(plan.backward))
+    api._plan_forward.cache_clear()
+    api._plan_backward.cache_clear()
+    yield pretended
+    # The plans of this test hold its pretended launches.
+    api._plan_forward.cache_clear()
+    api._plan_backward.cache_clear()
+
+
+def random_inputs(
+    rng: np.random.Generator,
+    dtype: Any = ml_dtypes.bfloat16,
+    layout: str = "bhnd",
+    lengths: tuple[int, int] = (5, 7),
+) -> dict[str, np.ndarray]:
+    arrays = {}
+    for name, heads, head_dim in (("q1", 4, 8), ("k1", 2, 8), ("q2", 4, 16), ("k2", 1, 16)):
+        length = lengths[0] if name[0] == "q" else lengths[1]
+        axes = (heads, length) if layout == "bhnd" else (length, heads)
+        arrays[name] = rng.standard_normal((2, *axes, head_dim)).astype(dtype)
+    return arrays
+
+
+def on_card(arrays: dict[str, np.ndarray]) -> dict[str, CardArray]:
+    return {name: CardArray(array) for name, array in arrays.items()}
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+def test_forward_and_backward(
+    card: Card, dtype: Any, layout: str, rng: np.random.Generator
+) -> None:
+    inputs = random_inputs(rng, dtype, layout)
+    options = {"causal": True, "scale1": 0.5, "scale2": -0.3, "layout": layout}
+    rows = inputs["q1"].shape[:-1]
+    expected = reference.attention_kl(**inputs, **options, return_state=True)
+    arrays = on_card(inputs)
+
+    kl = skl.attention_kl(**arrays, **options)
+    assert kl.host.dtype == np.float32
+    np.testing.assert_array_equal(kl.host, expected.kl.astype(np.float32))
+    assert card.library.allocated == [(rows, "float32", DEVICE)]
+    assert all(card.launched[-1][2][name] == 0 for name in ("lse1", "lse2", "lse1_low", "lse2_low"))
+
+    state = skl.attention_kl(**arrays, **options, return_state=True)
+    for name in ("kl", "lse1", "lse2"):
+        values = getattr(expected, name).astype(np.float32)
+        np.testing.assert_array_equal(getattr(state, name).host, values)
+    assert (state.lse1_low.host == 0.25).all()
+
+    dkl = np.ascontiguousarray(rng.standard_normal(rows[::-1]).astype(np.float32)).T
+    wrt = ("k2", "q1", "q2", "k1")
+    gradients = skl.attention_kl_backward(CardArray(dkl), **arrays, state=state, wrt=wrt, **options)
+    rounded = reference.ReferenceState(*(getattr(state, n).host for n in ("kl", "lse1", "lse2")))
+    exact = reference.attention_kl_backward(dkl, **inputs, state=rounded, wrt=wrt, **options)
+    for name, got, gradient in zip(wrt, gradients, exact, strict=True):
+        assert got.host.shape == inputs[name].shape
+        assert got.host.flags.c_contiguous
+        np.testing.assert_array_equal(got.host, gradient.astype(dtype))
+    assert card.library.settled == [STREAM + DEVICE] * 3
+    assert [entry[3] for entry in card.launched] == [STREAM + DEVICE] * 3
+    assert card.library.handed_back == 1 + 5 + 4
+
+
+def test_views_reach_the_launch_as_they_are(card: Card, rng: np.random.Generator) -> None:
+    inputs = random_inputs(rng)
+    wide = rng.standard_normal((2, 5, 4, 8 + 8)).astype(ml_dtypes.bfloat16)
+    inputs["q1"] = wide.swapaxes(1, 2)[..., 8:]
+    inputs["k1"] = np.broadcast_to(inputs["k1"][:, :1], inputs["k1"].shape)
+    kl = skl.attention_kl(**on_card(inputs))
+    np.testing.assert_array_equal(kl.host, reference.attention_kl(**inputs).astype(np.float32))
+    _, problem, pointers, _ = card.launched[-1]
+    assert problem.q1 == Strides(5 * 4 * 16, 16, 4 * 16)
+    assert problem.k1.head == 0
+    assert pointers["q1"] == wide.__array_interface__["data"][0] + 16
+    assert problem.aligned
+
+
+def test_unaligned_views_take_another_plan(card: Card, rng: np.random.Generator) -> None:
+    inputs = random_inputs(rng)
+    wide = rng.standard_normal((2, 4, 5, 9)).astype(ml_dtypes.bfloat16)
+    inputs["q1"] = wide[..., 1:]
+    kl = skl.attention_kl(**on_card(inputs))
+    np.testing.assert_array_equal(kl.host, reference.attention_kl(**inputs).astype(np.float32))
+    assert not card.launched[-1][1].aligned
+    assert "guarded" in card.launched[-1][0].name
+
+
+@pytest.mark.parametrize("wrt", [("q1",), ("k2",), ("k1", "q2")])
+def test_only_what_is_asked_for_is_allocated(
+    card: Card, wrt: tuple[str, ...], rng: np.random.Generator
+) -> None:
+    arrays = on_card(random_inputs(rng))
+    state = skl.attention_kl(**arrays, return_state=True)
+    card.library.allocated.clear()
+    dkl = CardArray(np.ones((2, 4, 5), np.float32))
+    skl.attention_kl_backward(dkl, **arrays, state=state, wrt=wrt)
+    chosen, _, pointers, _ = card.launched[-1]
+    assert {name for name in INPUTS if pointers[f"d{name}"]} == set(wrt)
+    gradients = [(arrays[name].host.shape, "bfloat16", DEVICE) for name in wrt]
+    workspace = [((chosen.workspace_bytes,), "uint8", DEVICE)]
+    assert card.library.allocated == gradients + workspace
+
+
+def test_the_same_shapes_are_planned_once(card: Card, rng: np.random.Generator) -> None:
+    for _ in range(3):
+        arrays = on_card(random_inputs(rng))
+        state = skl.attention_kl(**arrays, return_state=True)
+        skl.attention_kl(**arrays)
+        dkl = CardArray(np.ones((2, 4, 5), np.float32))
+        skl.attention_kl_backward(dkl, **arrays, state=state)
+    assert card.planned == 2
+    skl.attention_kl(**arrays, causal=True)
+    skl.attention_kl_backward(dkl, **arrays, state=state, deterministic=True)
+    skl.attention_kl(**on_card(random_inputs(rng, np.float16)))
+    assert card.planned == 5
+
+
+def test_overrides_of_the_plan_are_heeded(card: Card, rng: np.random.Generator) -> None:
+    arrays = on_card(random_inputs(rng, lengths=(1, 5000)))
+    skl.attention_kl(**arrays)
+    assert card.launched[-1][0].num_splits > 1
+    with plan.override(num_splits=1):
+        skl.attention_kl(**arrays)
+        assert card.launched[-1][0].num_splits == 1
+    skl.attention_kl(**arrays)
+    assert card.launched[-1][0].num_splits > 1
+
+
+def test_split_keys_get_a_workspace(card: Card, rng: np.random.Generator) -> None:
+    skl.attention_kl(**on_card(random_inputs(rng, lengths=(1, 5000))))
+    chosen = card.launched[-1][0]
+    assert card.library.allocated[-1] == ((chosen.workspace_bytes,), "uint8", DEVICE)
+
+
+def test_force_is_handed_to_the_plan(
+    card: Card, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrays = on_card(random_inputs(rng))
+    skl.attention_kl(**arrays)
+    monkeypatch.setenv("STREAMKL_FORCE", "forward_sm70")
+    with pytest.raises(ValueError, match="forward_sm70"):
+        skl.attention_kl(**arrays)
+
+
+def test_out(card: Card, rng: np.random.Generator) -> None:
+    inputs = random_inputs(rng)
+    arrays = on_card(inputs)
+    expected = reference.attention_kl(**inputs, return_state=True)
+    rows = [CardArray(np.full((2, 4, 5), np.nan, np.float32)) for _ in range(5)]
+    assert skl.attention_kl(**arrays, out=rows[0]) is rows[0]
+    np.testing.assert_array_equal(rows[0].host, expected.kl.astype(np.float32))
+    short, long = skl.KLState(*rows[:3]), skl.KLState(*rows)
+    assert skl.attention_kl(**arrays, return_state=True, out=short) is short
+    assert np.isnan(rows[3].host).all()
+    assert skl.attention_kl(**arrays, return_state=True, out=long) is long
+    np.testing.assert_array_equal(rows[2].host, expected.lse2.astype(np.float32))
+    assert (rows[4].host == 0.25).all()
+    assert card.library.allocated == []
+
+    dkl = CardArray(np.ones((2, 4, 5), np.float32))
+    (gradient,) = skl.attention_kl_backward(dkl, **arrays, state=long, wrt=("k2",))
+    buffer, _ = card.library.empty(inputs["k2"].shape, "bfloat16", DEVICE)
+    got = skl.attention_kl_backward(dkl, **arrays, state=long, wrt=("k2",), out=[buffer])
+    assert got == (buffer,)
+    np.testing.assert_array_equal(buffer.host, gradient.host)
+
+
+def test_states_without_low_parts(card: Card, rng: np.random.Generator) -> None:
+    arrays = on_card(random_inputs(rng))
+    full = skl.attention_kl(**arrays, return_state=True)
+    state = skl.KLState.from_lse(full.kl, full.lse1, full.lse2)
+    dkl = CardArray(np.ones((2, 4, 5), np.float32))
+    skl.attention_kl_backward(dkl, **arrays, state=state)
+    pointers = card.launched[-1][2]
+    assert pointers["lse1_low"] == pointers["lse2_low"] == 0
+    assert pointers["lse1"] != 0
+
+
+@pytest.mark.parametrize("lengths", [(0, 7), (5, 0), (0, 0)])
+def test_empty_problems(card: Card, lengths: tuple[int, int], rng: np.random.Generator) -> None:
+    arrays = on_card(random_inputs(rng, lengths=lengths))
+    state = skl.attention_kl(**arrays, return_state=True)
+    assert (state.kl.host == 0).all()
+    dkl = CardArray(np.ones((2, 4, lengths[0]), np.float32))
+    gradients = skl.attention_kl_backward(dkl, **arrays, state=state, wrt=INPUTS)
+    for name, gradient in zip(INPUTS, gradients, strict=True):
+        assert gradient.host.shape == arrays[name].host.shape
+        assert (gradient.host == 0).all()
+
+
+def test_what_is_wrong_is_refused_before_any_launch(card: Card, rng: np.random.Generator) -> None:
+    inputs = random_inputs(rng)
+    arrays = on_card(inputs)
+    state = skl.attention_kl(**arrays, return_state=True)
+    dkl = CardArray(np.ones((2, 4, 5), np.float32))
+    launched = len(card.launched)
+    single = {name: CardArray(array.astype(np.float32)) for name, array in inputs.items()}
+    with pytest.raises(TypeError, match="q1: expected bfloat16 or float16 on a GPU, got float32"):
+        skl.attention_kl(**single)
+    elsewhere = CardArray(inputs["k1"], index=0)
+    with pytest.raises(ValueError, match="k1: expected an array on cuda:3 like q1, got one on"):
+        skl.attention_kl(**arrays | {"k1": elsewhere})
+    small = {name: CardArray(array[..., :4].copy()) for name, array in inputs.items()}
+    with pytest.raises(ValueError, match="q1 and k1: expected a head dimension"):
+        skl.attention_kl(**small)
+    with pytest.raises(TypeError, match="dkl: expected float32, got float64"):
+        skl.attention_kl_backward(CardArray(np.ones((2, 4, 5))), **arrays, state=state)
+    with pytest.raises(ValueError, match="dkl: expected an array on cuda:3"):
+        skl.attention_kl_backward(CardArray(dkl.host, 0), **arrays, state=state)
+    strided = CardArray(np.ones((2, 4, 10), np.float32)[..., ::2])
+    with pytest.raises(ValueError, match=r"state.lse2: expected a C-contiguous array"):
+        skl.attention_kl_backward(dkl, **arrays, state=skl.KLState(state.kl, state.lse1, strided))
+    out = CardArray(np.zeros(2 * 4 * 5 * 16 + 1, ml_dtypes.bfloat16)[1:].reshape(2, 4, 5, 16))
+    with pytest.raises(ValueError, match=r"out\[0\]: expected an address that is a multiple of 16"):
+        skl.attention_kl_backward(dkl, **arrays, state=state, wrt=("q2",), out=(out,))
+    with pytest.raises(ValueError, match=r"out\[0\]: expected memory of its own, .* of q2"):
+        skl.attention_kl_backward(dkl, **arrays, state=state, wrt=("q2",), out=(arrays["q2"],))
+    with pytest.raises(ValueError, match=r"out: expected an array on cuda:3 like q1"):
+        skl.attention_kl(**arrays, out=CardArray(dkl.host, 0))
+    assert len(card.launched) == launched
+
+
+def test_cold_kernels_in_a_capture(card: Card, rng: np.random.Generator) -> None:
+    arrays = on_card(random_inputs(rng))
+    card.loaded, card.capturing = False, True
+    with pytest.raises(RuntimeError) as caught:
+        skl.attention_kl(**arrays)
+    name = plan.forward(
+        describe(*(interop.take(n, a).operand(n) for n, a in arrays.items())), FACTS
+    ).name
+    assert str(caught.value) == (
+        f"{name}: expected its kernels to be loaded before a graph is captured, got forward_sm80 "
+        "not loaded; before the capture call streamkl_cupy.warmup with the head dimensions, dtype "
+        "and wrt of this call, or make this call once."
+    )
+    assert card.launched == []
+    card.loaded = True
+    skl.attention_kl(**arrays)
+    # Once launched, nothing is asked again.
+    card.loaded = False
+    skl.attention_kl(**arrays)
+    card.capturing = False
+    state = skl.attention_kl(**arrays, return_state=True)
+    card.capturing = True
+    with pytest.raises(RuntimeError, match="warmup"):
+        skl.attention_kl_backward(CardArray(np.ones((2, 4, 5), np.float32)), **arrays, state=state)
+
+
+def test_debug_tells_each_new_plan_once(
+    card: Card,
+    rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("STREAMKL_DEBUG", "1")
+    arrays = on_card(random_inputs(rng, lengths=(1, 5000)))
+    for _ in range(2):
+        skl.attention_kl(**arrays)
+    lines = capsys.readouterr().err.splitlines()
+    chosen = card.launched[-1][0]
+    assert lines == [
+        f"streamkl_cupy: {chosen.name} on cuda:3: forward_sm80 reduce_splits, workspace "
+        f"{chosen.workspace_bytes} bytes"
+    ]
+
+
+def test_many_threads(
+    card: Card, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems = [random_inputs(rng, lengths=(1 + i % 4, 3 + i)) for i in range(8)]
+    # The list of current devices belongs to one thread each on a real card.
+    monkeypatch.setattr(interop, "under_device", lambda index: contextlib.nullcontext())
+    card.current = [DEVICE]
+
+    def call(inputs: dict[str, np.ndarray]) -> np.ndarray:
+        return skl.attention_kl(**on_card(inputs)).host
+
+    with ThreadPoolExecutor(8) as pool:
+        for got, inputs in zip(pool.map(call, problems * 8), problems * 8, strict=True):
+            np.testing.assert_array_equal(got, reference.attention_kl(**inputs).astype(np.float32))
+
+
+class TestWarmup:
+    @pytest.fixture(autouse=True)
+    def _recorded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.built: list[tuple[str, Any, str]] = []
+        self.loaded: list[tuple[str, Any, str, int, int]] = []
+
+        def build(kernel: str, template: Any, arch: str) -> None:
+            self.built.append((kernel, template, arch))
+
+        def function(
+            kernel: str, template: Any, arch: str, index: int, *, shared_memory: int
+        ) -> None:
+            self.loaded.append((kernel, template, arch, index, shared_memory))
+
+        monkeypatch.setattr(jit, "build", build)
+        monkeypatch.setattr(jit, "function", function)
+
+    def test_every_plan_with_these_head_dims_finds_its_kernels(self) -> None:
+        skl.warmup(64, 128, wrt=("q2", "k2"), unaligned=True, arch="sm_80")
+        built = {(kernel, template) for kernel, template, _ in self.built}
+        assert len(built) == len(self.built)
+        facts = plan.device_facts("sm_80")
+        for num_queries in (1, 3, 17, 64, 65, 1000, 40_000):
+            for num_keys in (1, 100, 5000, 200_000):
+                for pointer in (256, 258):
+                    problem = self.problem(num_queries, num_keys, pointer)
+                    plans = [plan.forward(problem, facts)]
+                    for wrt in (("q2",), ("k2",), ("k2", "q2")):
+                        for strategy in ("auto", "fused", "separate"):
+                            plans.append(plan.backward(problem, facts, wrt, strategy=strategy))
+                    for chosen in plans:
+                        assert {(k.kernel, k.template) for k in chosen.kernels} <= built
+
+    def problem(self, num_queries: int, num_keys: int, pointer: int) -> Problem:
+        shapes = ((num_queries, 64), (num_keys, 64), (num_queries, 128), (num_keys, 128))
+        return describe(
+            *(
+                Operand(n, (4, *s), (s[0] * s[1], s[1], 1), "bfloat16", Device("cuda", 0), pointer)
+                for n, s in zip(INPUTS, shapes, strict=True)
+            )
+        )
+
+    def test_without_a_card_it_builds_only(self) -> None:
+        names = skl.warmup(32, 32, "float16", backward=False, arch="sm_80")
+        assert self.loaded == []
+        assert {kernel for kernel, _, _ in self.built} == {"forward_sm80", "reduce_splits"}
+        assert {arch for _, _, arch in self.built} == {"sm_80"}
+        assert all("guarded" not in name for name in names)
+        assert len(set(names)) == len(names) >= len(plan.QUERY_CLASSES)
+
+    def test_on_a_card_it_loads(self, card: Card) -> None:
+        skl.warmup(128, 128, device=DEVICE)
+        assert self.built == []
+        assert {(arch, index) for _, _, arch, index, _ in self.loaded} == {("sm_80", DEVICE)}
+        chosen = plan.forward(self.problem(4096, 4096, 256), FACTS)
+        assert chosen.kernels[0].shared_memory > 0
+        assert max(shared for *_, shared in self.loaded) > 48 * 1024
+
+    def test_progress(self) -> None:
+        seen: list[tuple[int, int, str]] = []
+        skl.warmup(arch="sm_90a", progress=lambda *step: seen.append(step))
+        total = len(self.built)
+        assert [done for done, _, _ in seen] == list(range(total + 1))
+        assert {count for _, count, _ in seen} == {total}
+        rendered = [jit.render(kernel, template) for kernel, template, _ in self.built]
+        assert [name for _, _, name in seen] == [*rendered, ""]
+
+
+def test_cupy_arrays_are_read_without_a_card() -> None:
+    cupy = pytest.importorskip("cupy")
+    memory = cupy.cuda.UnownedMemory(1 << 20, 1 << 12, None, 1)
+    address = cupy.cuda.MemoryPointer(memory, 64)
+    array = cupy.ndarray((2, 3, 8), ml_dtypes.bfloat16, address, strides=(96, 32, 2))
+    taken = interop.take("q1", array)
+    assert taken.operand("q1") == Operand(
+        "q1", (2, 3, 8), (48, 16, 1), "bfloat16", Device("cuda", 1), (1 << 20) + 64
+    )
+    assert taken.library.name == "cupy"
