@@ -509,8 +509,9 @@ class TestWarmup:
         monkeypatch.setattr(jit, "build", build)
         monkeypatch.setattr(jit, "function", function)
 
-    def test_every_plan_with_these_head_dims_finds_its_kernels(self) -> None:
-        skl.warmup(64, 128, wrt=("q2", "k2"), unaligned=True, arch="sm_80")
+    @pytest.mark.parametrize("wrt", [("q2", "k2"), ("q2",), ("k1",), ("k2", "q1"), INPUTS], ids=str)
+    def test_every_plan_with_these_head_dims_finds_its_kernels(self, wrt: tuple[str, ...]) -> None:
+        skl.warmup(64, 128, wrt=wrt, unaligned=True, arch="sm_80")
         built = {(kernel, template) for kernel, template, _ in self.built}
         assert len(built) == len(self.built)
         facts = plan.device_facts("sm_80")
@@ -518,10 +519,10 @@ class TestWarmup:
             for num_keys in (1, 100, 5000, 200_000):
                 for pointer in (256, 258):
                     problem = self.problem(num_queries, num_keys, pointer)
-                    plans = [plan.forward(problem, facts)]
-                    for wrt in (("q2",), ("k2",), ("k2", "q2")):
-                        for strategy in ("auto", "fused", "separate"):
-                            plans.append(plan.backward(problem, facts, wrt, strategy=strategy))
+                    plans: list[Any] = [plan.forward(problem, facts)]
+                    for strategy in ("auto", "fused", "separate"):
+                        plans.append(plan.backward(problem, facts, wrt, strategy=strategy))
+                    plans.append(plan.backward(problem, facts, wrt, deterministic=True))
                     for chosen in plans:
                         assert {(k.kernel, k.template) for k in chosen.kernels} <= built
 
