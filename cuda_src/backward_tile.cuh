@@ -1,9 +1,10 @@
 // What the backward kernels share: their shared memory (two stationary tiles, one of each side, and a ring of pairs of streamed
-// tiles; queries are stationary for dQ, keys for dK and in the fused kernel) and the walk of a block of keys over its queries.
+// tiles; queries are stationary for dQ, keys for dK and in the fused kernel) and the blocks of keys.
 #pragma once
 #include "base.cuh"
 #include "gradient.cuh"
 #include "params.cuh"
+#include "schedule.cuh"
 #include "smem.cuh"
 
 template <int kSide, int kHeadDim1, int kHeadDim2, int kRowTiles, int kNumWarps_, int kBlockCols, int kNumStages>
@@ -42,48 +43,18 @@ SKL_DEVICE void load_rows(uint32 destination, const BackwardParams& params, int 
                params.dkl + (is_inside ? at : 0), is_inside);
 }
 
-struct QueryTile {
-    int head_idx, first_query;
-};
-
-// A block of the key-stationary kernels: one key head of side kSide, its group of query heads, kBlockRows keys. It lives in
-// shared memory: the registers belong to the accumulators.
+// A block of the key-stationary kernels: its keys, its walk over the queries (schedule.cuh), and what it loads and stores. It
+// lives in shared memory: the registers belong to the accumulators.
 template <class Tile_, int kSide, int kHeadDim1, int kHeadDim2, int kBlockQ, bool kIsAligned>
-struct KeyBlock {
+struct KeyBlock : QueryWalk<kSide, Tile_::kBlockRows, kBlockQ> {
     using Tile = Tile_;
     static constexpr int kStageBytes = Tile::kStageBytes + static_cast<int>(sizeof(RowsOfTile<kBlockQ>));
 
-    int batch_idx, key_head_idx, first_key;
-    int head_begin, head_end;    // query heads of the group
-    int query_begin, query_end;  // the queries that see any of the keys, from the start of a tile on
+    using Walk = QueryWalk<kSide, Tile::kBlockRows, kBlockQ>;
+    using Walk::batch_idx, Walk::first_key, Walk::is_past, Walk::key_head_idx;
 
-    SKL_DEVICE void init(const BackwardParams& params) {
-        const int group = kSide == 1 ? params.group1 : params.group2;
-        const int num_key_heads = params.num_heads / group;
-        const int key_head_of_batch = blockIdx.x / params.num_blocks;
-        batch_idx = key_head_of_batch / num_key_heads;
-        key_head_idx = key_head_of_batch % num_key_heads;
-        first_key = blockIdx.x % params.num_blocks * Tile::kBlockRows;
-        const Interval queries = params.range.queries_of(first_key, first_key + Tile::kBlockRows - 1);
-        query_begin = queries.begin / kBlockQ * kBlockQ;
-        query_end = queries.end;
-        head_begin = key_head_idx * group;
-        head_end = queries.begin < queries.end ? head_begin + group : head_begin;
-    }
+    SKL_DEVICE void init(const BackwardParams& params) { Walk::start(params, blockIdx.x); }
 
-    // The walk: tile after tile of a head, head after head of the group.
-    SKL_DEVICE QueryTile first_tile() const { return {head_begin, query_begin}; }
-    SKL_DEVICE bool is_past(QueryTile tile) const { return tile.head_idx >= head_end; }
-    SKL_DEVICE QueryTile next(QueryTile tile) const {
-        tile.first_query += kBlockQ;
-        return tile.first_query < query_end ? tile : QueryTile{tile.head_idx + 1, query_begin};
-    }
-
-    // Heads of the group may differ in the key head of the other side.
-    SKL_DEVICE bool exchanges_keys(const BackwardParams& params, QueryTile tile) const {
-        const int other_group = kSide == 1 ? params.group2 : params.group1;
-        return tile.first_query == query_begin && tile.head_idx > head_begin && tile.head_idx % other_group == 0;
-    }
     template <int kWhich>
     SKL_DEVICE void load_keys(const BackwardParams& params, uint32 tile, int head_idx) const {
         constexpr int kHeadDim = kWhich == 1 ? kHeadDim1 : kHeadDim2;

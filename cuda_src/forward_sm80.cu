@@ -17,6 +17,7 @@
 #include "key_range.cuh"
 #include "kl_state.cuh"
 #include "params.cuh"
+#include "schedule.cuh"
 #include "scores.cuh"
 #include "smem.cuh"
 #include "write_rows.cuh"
@@ -52,20 +53,6 @@ struct ForwardTraits {
     using Stationary = typename Choose<kQueriesInRegisters, StationaryRegisters<kHeadDim, kRowTiles>,
                                        StationaryShared<kHeadDim, kRowTiles>>::Type;
 };
-
-// The last key tile of a split and the first one behind it.
-struct TileRange {
-    int begin, end;
-};
-
-template <class Traits>
-SKL_DEVICE TileRange tiles_of_split(const KeyRange& range, int first_query, int split_idx, int num_splits) {
-    const Interval keys = range.any_of(first_query, first_query + Traits::kBlockQ - 1);
-    const int begin = keys.begin / Traits::kBlockK, end = ceil_div(keys.end, Traits::kBlockK);
-    const int num_tiles = max_of(0, end - begin), share = num_tiles / num_splits, rest = num_tiles % num_splits;
-    const int first = begin + split_idx * share + min_of(split_idx, rest);
-    return {first, first + share + (split_idx < rest)};
-}
 
 // Replaces the logits of keys that a row may not see. first_key is the key of column 0.
 template <int kLines, int kElements>

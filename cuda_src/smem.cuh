@@ -3,8 +3,10 @@
 #pragma once
 #include "base.cuh"
 #include "params.cuh"
+#if defined(__CUDACC__)
 #include "ptx/cp_async.cuh"
 #include "ptx/memory.cuh"
+#endif
 
 // The unit of the layout is the chunk of 16 bytes. Eight neighbouring rows keep the same chunk in eight different bank
 // groups: a row of a multiple of 128 bytes permutes its chunks by the row modulo 8; rows of 64 or 192 bytes alternate

@@ -1,0 +1,64 @@
+// Who visits what: the key tiles of a split, and the query tiles of a block of keys. Plain
+// arithmetic that also compiles for the host, where a test counts that every pair is visited once.
+#pragma once
+#include "base.cuh"
+#include "key_range.cuh"
+#include "params.cuh"
+
+// The first key tile of a split and the first one behind its last.
+struct TileRange {
+    int begin, end;
+};
+
+template <class Traits>
+SKL_HOST_DEVICE TileRange tiles_of_split(const KeyRange& range, int first_query, int split_idx,
+                                         int num_splits) {
+    const Interval keys = range.any_of(first_query, first_query + Traits::kBlockQ - 1);
+    const int begin = keys.begin / Traits::kBlockK, end = ceil_div(keys.end, Traits::kBlockK);
+    const int num_tiles = max_of(0, end - begin), share = num_tiles / num_splits,
+              rest = num_tiles % num_splits;
+    const int first = begin + split_idx * share + min_of(split_idx, rest);
+    return {first, first + share + (split_idx < rest)};
+}
+
+struct QueryTile {
+    int head_idx, first_query;
+};
+
+// The queries of a block of keys: one key head of side kSide, its group of query heads, kBlockRows
+// keys.
+template <int kSide, int kBlockRows, int kBlockQ>
+struct QueryWalk {
+    int batch_idx, key_head_idx, first_key;
+    int head_begin, head_end;    // query heads of the group
+    int query_begin, query_end;  // the queries that see any of the keys, from the start of a tile
+
+    SKL_HOST_DEVICE void start(const BackwardParams& params, uint32 block_idx) {
+        const int group = kSide == 1 ? params.group1 : params.group2;
+        const int num_key_heads = params.num_heads / group;
+        const int key_head_of_batch = block_idx / params.num_blocks;
+        batch_idx = key_head_of_batch / num_key_heads;
+        key_head_idx = key_head_of_batch % num_key_heads;
+        first_key = block_idx % params.num_blocks * kBlockRows;
+        const Interval queries = params.range.queries_of(first_key, first_key + kBlockRows - 1);
+        query_begin = queries.begin / kBlockQ * kBlockQ;
+        query_end = queries.end;
+        head_begin = key_head_idx * group;
+        head_end = queries.begin < queries.end ? head_begin + group : head_begin;
+    }
+
+    // Tile after tile of a head, head after head of the group.
+    SKL_HOST_DEVICE QueryTile first_tile() const { return {head_begin, query_begin}; }
+    SKL_HOST_DEVICE bool is_past(QueryTile tile) const { return tile.head_idx >= head_end; }
+    SKL_HOST_DEVICE QueryTile next(QueryTile tile) const {
+        tile.first_query += kBlockQ;
+        return tile.first_query < query_end ? tile : QueryTile{tile.head_idx + 1, query_begin};
+    }
+
+    // Heads of the group may differ in the key head of the other side.
+    SKL_HOST_DEVICE bool exchanges_keys(const BackwardParams& params, QueryTile tile) const {
+        const int other_group = kSide == 1 ? params.group2 : params.group1;
+        return tile.first_query == query_begin && tile.head_idx > head_begin &&
+               tile.head_idx % other_group == 0;
+    }
+};
