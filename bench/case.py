@@ -1,0 +1,215 @@
+"""The data of one workload on a device, and its float64 reference on sampled rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cached_property
+
+import torch
+
+from .contender import Errors, Outputs, Work
+from .workloads import Workload
+
+KL_TOLERANCE = 1e-4
+# The logit gradients go through the matrix units in the dtype of the inputs.
+GRADIENT_TOLERANCES = {"bfloat16": 2e-2, "float16": 5e-3}
+NUM_SAMPLED_HEADS = 2
+NUM_SAMPLED_ROWS = 256
+# Logits of one block of the reference, in float64 elements.
+_BLOCK_ELEMENTS = 1 << 26
+
+_State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Case:
+    """Random inputs of a workload, and what the results must be.
+
+    Parameters
+    ----------
+    workload
+        The shapes.
+    device
+        Where the tensors lie.
+    unit
+        Of the rate of the forward: ``"TFLOP/s"``, or ``"TB/s"`` where memory is the limit.
+    seed
+        Of the inputs and of the sample.
+
+    Attributes
+    ----------
+    q1, k1, q2, k2
+        Normal random numbers, ``(BH, N, D)``, contiguous.
+    dkl
+        Upstream gradient, float32 ``(BH, N_Q)``.
+    scale1, scale2
+        ``D ** -0.5``.
+    """
+
+    def __init__(
+        self, workload: Workload, device: str = "cuda", *, unit: str = "TFLOP/s", seed: int = 0
+    ) -> None:
+        self.workload = workload
+        self.unit = unit
+        self.device = torch.device(device)
+        generator = torch.Generator(device=self.device).manual_seed(seed)
+        dtype = getattr(torch, workload.dtype)
+
+        def normal(length: int, head_dim: int) -> torch.Tensor:
+            shape = (workload.heads, length, head_dim)
+            return torch.randn(shape, dtype=dtype, device=self.device, generator=generator)
+
+        self.q1 = normal(workload.num_queries, workload.head_dim1)
+        self.k1 = normal(workload.num_keys, workload.head_dim1)
+        self.q2 = normal(workload.num_queries, workload.head_dim2)
+        self.k2 = normal(workload.num_keys, workload.head_dim2)
+        self.dkl = torch.randn(
+            workload.heads, workload.num_queries, device=self.device, generator=generator
+        )
+        self.scale1 = workload.head_dim1**-0.5
+        self.scale2 = workload.head_dim2**-0.5
+        self.heads = sorted({0, workload.heads - 1})[:NUM_SAMPLED_HEADS]
+        self.rows = self._sample(workload.num_queries, seed + 1)
+        self.keys = self._sample(workload.num_keys, seed + 2)
+
+    def _sample(self, length: int, seed: int) -> torch.Tensor:
+        """Sorted indices: both ends, and others at random."""
+        generator = torch.Generator().manual_seed(seed)
+        chosen = torch.randperm(length, generator=generator)[:NUM_SAMPLED_ROWS]
+        ends = torch.tensor([0, length - 1])
+        return torch.cat([chosen, ends]).unique().to(self.device)
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q1, k1, q2, k2."""
+        return self.q1, self.k1, self.q2, self.k2
+
+    @property
+    def trained(self) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """q, k and scale of the side that gets gradients."""
+        if self.workload.setting == 1:
+            return self.q2, self.k2, self.scale2
+        return self.q1, self.k1, self.scale1
+
+    @property
+    def wrt(self) -> tuple[str, str]:
+        """Names of the inputs that get gradients."""
+        return ("q2", "k2") if self.workload.setting == 1 else ("q1", "k1")
+
+    @property
+    def forward_work(self) -> Work:
+        """What a forward counts for."""
+        if self.unit == "TB/s":
+            return Work(float(self.workload.forward_bytes), self.unit)
+        return Work(self.workload.forward_flops, self.unit)
+
+    @property
+    def backward_work(self) -> Work:
+        """What a backward counts for, four products a pair."""
+        return Work(self.workload.backward_flops, "TFLOP/s")
+
+    @property
+    def tolerances_forward(self) -> Errors:
+        """Largest norm-relative errors of a right forward."""
+        return {"kl": KL_TOLERANCE, "lse1": KL_TOLERANCE, "lse2": KL_TOLERANCE}
+
+    @property
+    def tolerances_backward(self) -> Errors:
+        """Largest norm-relative errors of a right backward."""
+        tolerance = GRADIENT_TOLERANCES[self.workload.dtype]
+        return {"dq": tolerance, "dk": tolerance}
+
+    def check_forward(self, outputs: Outputs) -> Errors:
+        """Errors of kl and, where given, lse1 and lse2 on the sampled rows of the sampled heads."""
+        reference = self._forward_reference
+        errors = {}
+        for name, output, expected in zip(("kl", "lse1", "lse2"), outputs, reference, strict=False):
+            ours = output.view(self.workload.heads, -1)[self.heads][:, self.rows]
+            errors[name] = _error(ours, expected, output)
+        return errors
+
+    def check_backward(self, outputs: Outputs) -> Errors:
+        """Errors of dQ on the sampled rows and of dK on the sampled keys of the sampled heads."""
+        dq, dk = outputs
+        dq_reference, dk_reference = self._backward_reference
+        return {
+            "dq": _error(dq[self.heads][:, self.rows], dq_reference, dq),
+            "dk": _error(dk[self.heads][:, self.keys], dk_reference, dk),
+        }
+
+    @cached_property
+    def _forward_reference(self) -> _State:
+        states = [
+            [torch.cat(parts) for parts in zip(*self._states(head, self.rows), strict=True)]
+            for head in self.heads
+        ]
+        kl, lse1, lse2 = (torch.stack(parts) for parts in zip(*states, strict=True))
+        return kl, lse1, lse2
+
+    @cached_property
+    def _backward_reference(self) -> tuple[torch.Tensor, torch.Tensor]:
+        gradients = [self._gradients(head) for head in self.heads]
+        dq, dk = (torch.stack(parts) for parts in zip(*gradients, strict=True))
+        return dq, dk
+
+    def _blocks(self, rows: torch.Tensor) -> Iterator[torch.Tensor]:
+        yield from rows.split(max(1, _BLOCK_ELEMENTS // self.workload.num_keys))
+
+    def _logits(self, head: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both logit matrices of some rows, -inf where the mask hides a key."""
+        s1 = self.q1[head, rows].double() @ self.k1[head].double().T * self.scale1
+        s2 = self.q2[head, rows].double() @ self.k2[head].double().T * self.scale2
+        if self.workload.causal:
+            last = rows + self.workload.num_keys - self.workload.num_queries
+            hidden = torch.arange(self.workload.num_keys, device=self.device) > last[:, None]
+            s1.masked_fill_(hidden, -math.inf)
+            s2.masked_fill_(hidden, -math.inf)
+        return s1, s2
+
+    def _states(self, head: int, rows: torch.Tensor) -> Iterator[_State]:
+        for block in self._blocks(rows):
+            s1, s2 = self._logits(head, block)
+            yield _statistics(s1, s2)
+
+    def _gradients(self, head: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """dQ of the sampled rows and dK of the sampled keys of one head."""
+        q_t, k_t, scale_t = self.trained
+        all_rows = torch.arange(self.workload.num_queries, device=self.device)
+        dk = torch.zeros(len(self.keys), k_t.shape[2], dtype=torch.float64, device=self.device)
+        for block in self._blocks(all_rows):
+            ds = self._logit_gradient(head, block)
+            dk += ds[:, self.keys].T @ q_t[head, block].double()
+        dq = [self._logit_gradient(head, b) @ k_t[head].double() for b in self._blocks(self.rows)]
+        return torch.cat(dq) * scale_t, dk * scale_t
+
+    def _logit_gradient(self, head: int, rows: torch.Tensor) -> torch.Tensor:
+        s1, s2 = self._logits(head, rows)
+        kl, lse1, lse2 = _statistics(s1, s2)
+        p1 = (s1 - lse1[:, None]).exp().nan_to_num_(0.0)  # a row without keys has no probability
+        if self.workload.setting == 1:
+            ds = (s2 - lse2[:, None]).exp().nan_to_num_(0.0) - p1
+        else:
+            delta = (kl - lse2 + lse1)[:, None]
+            ds = torch.where(p1 > 0, p1 * (s1 - s2 - delta), 0.0)
+        return ds * self.dkl[head, rows].double()[:, None]
+
+
+def _statistics(s1: torch.Tensor, s2: torch.Tensor) -> _State:
+    """kl, lse1 and lse2 of rows of logits."""
+    lse1, lse2 = s1.logsumexp(-1), s2.logsumexp(-1)
+    log1, log2 = s1 - lse1[:, None], s2 - lse2[:, None]
+    terms = torch.where(s1 > -math.inf, log1.exp() * (log1 - log2), 0.0)
+    return terms.sum(-1), lse1, lse2
+
+
+def _error(ours: torch.Tensor, reference: torch.Tensor, whole: torch.Tensor) -> float:
+    """norm(ours - reference) / norm(reference), absolute where that is 0; NaN if any output is NaN.
+
+    Both must be infinite in the same places: the lse of a row without keys is -inf.
+    """
+    infinite = reference.isinf()
+    if bool(whole.isnan().any()) or not torch.equal(ours.double()[infinite], reference[infinite]):
+        return math.nan
+    difference = float((ours.double() - reference)[~infinite].norm())
+    norm = float(reference[~infinite].norm())
+    return difference / norm if norm else difference

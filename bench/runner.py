@@ -1,0 +1,155 @@
+"""Runs one case: every contender is checked, then those that were right are timed together."""
+
+from __future__ import annotations
+
+import math
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .contender import Contender, Entry, Errors, Outputs, SkipError
+from .report import Row
+from .timing import Stopwatch, Timing, measure
+
+Say = Callable[[str], None]
+
+
+def run_case(
+    label: str,
+    entries: Sequence[Entry],
+    stopwatch: Stopwatch,
+    *,
+    rounds: int,
+    yardstick: str | None = None,
+    say: Say = lambda text: None,
+) -> list[Row]:
+    """Check and time the entries of one case.
+
+    Parameters
+    ----------
+    label
+        The case, for the rows.
+    entries
+        Who takes part, in the order of the table.
+    stopwatch
+        What times them.
+    rounds
+        Interleaved rounds.
+    yardstick
+        The entry that the ``ratio`` of each rate of the same unit is relative to.
+    say
+        Told what is going on, for a progress bar.
+
+    Returns
+    -------
+    list of dict
+        A row an entry. ``status`` is ``ok``, ``wrong``, ``failed`` or ``skipped``; only a row that
+        is ``ok`` has times and a rate.
+    """
+    rows: dict[str, Row] = {}
+    contenders: dict[str, Contender] = {}
+    for entry in entries:
+        say(f"{label}: checking {entry.name}")
+        row, contender = admit(entry)
+        rows[entry.name] = {"case": label, **row}
+        if contender is not None:
+            contenders[entry.name] = contender
+    timings = measure(
+        {name: contender.call for name, contender in contenders.items()},
+        stopwatch,
+        rounds=rounds,
+        on_step=lambda name: say(f"{label}: timing {name}"),
+    )
+    for name, timing in timings.items():
+        rows[name].update(_figures(contenders[name], timing))
+    _relate(list(rows.values()), rows.get(yardstick) if yardstick else None)
+    return list(rows.values())
+
+
+def admit(entry: Entry) -> tuple[Row, Contender | None]:
+    """The first part of a row, and the contender if its result is right.
+
+    Everything it writes is poisoned with NaN before the result that is checked, so that an output
+    that is not written does not pass on what an earlier kernel left there.
+    """
+    row: Row = {"contender": entry.name, "ours": entry.ours}
+    try:
+        contender = entry.make()
+        row["contender"] = contender.name
+        shapes = [(x.shape, x.dtype) for x in contender.call()]
+        poison(shapes)
+        errors = contender.check(contender.call())
+    except SkipError as error:
+        return row | {"status": "skipped", "detail": str(error)}, None
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return row | {"status": "skipped", "detail": "out of memory"}, None
+    except Exception as error:
+        traceback.print_exc(file=sys.stderr)
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        return row | {"status": "failed", "detail": text[:200]}, None
+    row |= {"detail": contender.detail(), "errors": _plain(errors), "error": _worst(errors)}
+    if not is_right(errors, contender.tolerances):
+        return row | {"status": "wrong"}, None
+    return row | {"status": "ok"}, contender
+
+
+def is_right(errors: Errors, tolerances: Errors) -> bool:
+    """Whether something was compared and every error is below its tolerance; NaN is not."""
+    return bool(errors) and all(error < tolerances[name] for name, error in errors.items())
+
+
+def poison(shapes: Sequence[tuple[Sequence[int], torch.dtype]]) -> None:
+    """Fill with NaN the memory that the next outputs of these shapes are likely to get."""
+    if not torch.cuda.is_available():
+        return
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    # Kept until all are filled, or each would take the place of the one before.
+    filled = [
+        torch.full(tuple(shape), math.nan, dtype=dtype, device="cuda")
+        for _ in range(2)
+        for shape, dtype in shapes
+        if dtype.is_floating_point
+    ]
+    del filled
+
+
+def outputs_bytes(outputs: Outputs) -> int:
+    """Bytes of all outputs together."""
+    return sum(x.numel() * x.element_size() for x in outputs)
+
+
+def _figures(contender: Contender, timing: Timing) -> dict[str, Any]:
+    return {
+        "median_ms": timing.median_ms,
+        "min_ms": min(timing.rounds_ms),
+        "max_ms": max(timing.rounds_ms),
+        "spread": timing.spread,
+        "rounds": len(timing.rounds_ms),
+        "calls_per_round": timing.calls_per_round,
+        "rate": contender.work.rate(timing.median_ms),
+        "unit": contender.work.unit,
+    }
+
+
+def _relate(rows: Sequence[Row], yardstick: Row | None) -> None:
+    if yardstick is None or yardstick["status"] != "ok":
+        return
+    for row in rows:
+        if row["status"] == "ok" and row["unit"] == yardstick["unit"]:
+            row["ratio"] = row["rate"] / yardstick["rate"]
+
+
+def _worst(errors: Errors) -> float | None:
+    """The largest error; None if one is not a number at all."""
+    values = list(errors.values())
+    return max(values) if values and all(map(math.isfinite, values)) else None
+
+
+def _plain(errors: Errors) -> dict[str, float | str]:
+    """The errors with words for what JSON has no number for."""
+    return {k: v if math.isfinite(v) else str(v) for k, v in errors.items()}

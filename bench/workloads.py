@@ -1,0 +1,150 @@
+"""What is measured: the shapes, and how their operations and bytes are counted. Pure Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+ITEM_BYTES = {"bfloat16": 2, "float16": 2}
+SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
+STATISTIC_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One problem, its batch and heads taken together.
+
+    Attributes
+    ----------
+    heads
+        Batch times heads.
+    num_queries, num_keys, head_dim1, head_dim2
+        Lengths and head dims of the two sides.
+    dtype
+        ``"bfloat16"`` or ``"float16"``.
+    causal
+        Mask aligned to the bottom right.
+    setting
+        1: P2 is trained, the backward gives dQ2 and dK2. 2: P1 is trained, dQ1 and dK1.
+    """
+
+    heads: int
+    num_queries: int
+    num_keys: int
+    head_dim1: int
+    head_dim2: int
+    dtype: str = "bfloat16"
+    causal: bool = False
+    setting: int = 1
+
+    def __post_init__(self) -> None:
+        sizes = {
+            "heads": self.heads,
+            "num_queries": self.num_queries,
+            "num_keys": self.num_keys,
+            "head_dim1": self.head_dim1,
+            "head_dim2": self.head_dim2,
+        }
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name}: expected a whole number from 1 up, got {size}")
+        if self.dtype not in ITEM_BYTES:
+            raise ValueError(f"dtype: expected one of {', '.join(ITEM_BYTES)}, got {self.dtype!r}")
+        if self.setting not in (1, 2):
+            raise ValueError(
+                f"setting: expected 1 (P2 trained) or 2 (P1 trained), got {self.setting}"
+            )
+
+    @property
+    def name(self) -> str:
+        """For instance ``bh32_q16384_k16384_d128x128_bf16_causal``."""
+        mask = "_causal" if self.causal else ""
+        return (
+            f"bh{self.heads}_q{self.num_queries}_k{self.num_keys}"
+            f"_d{self.head_dim1}x{self.head_dim2}_{SHORT_DTYPES[self.dtype]}{mask}"
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """Query rows of all heads."""
+        return self.heads * self.num_queries
+
+    @property
+    def pairs(self) -> float:
+        """Pairs (query, key) that count as work, over all heads.
+
+        A causal square counts as half of the full one, by custom; a causal rectangle counts the
+        pairs that its mask allows.
+        """
+        if not self.causal:
+            return float(self.num_rows * self.num_keys)
+        if self.num_queries == self.num_keys:
+            return self.num_rows * self.num_keys / 2
+        # Row i sees i + 1 + N_K - N_Q keys, where that is positive.
+        last = self.num_keys
+        seeing = min(self.num_queries, last)
+        return float(self.heads * (seeing * last - seeing * (seeing - 1) // 2))
+
+    @property
+    def forward_flops(self) -> float:
+        """Two products a pair: ``4 * BH * N_Q * N_K * d`` where both head dims are d."""
+        return 2 * self.pairs * (self.head_dim1 + self.head_dim2)
+
+    @property
+    def backward_flops(self) -> float:
+        """Four products a pair (s1, s2, dQ, dK): ``8 * BH * N_Q * N_K * d`` at equal head dims.
+
+        The same count holds for separate kernels, which do six.
+        """
+        trained = self.head_dim2 if self.setting == 1 else self.head_dim1
+        return 2 * self.pairs * (self.head_dim1 + self.head_dim2 + 2 * trained)
+
+    @property
+    def attention_forward_flops(self) -> float:
+        """The two products of softmax attention with the head dim of side 1."""
+        return 4 * self.pairs * self.head_dim1
+
+    @property
+    def attention_backward_flops(self) -> float:
+        """The five products of the backward of softmax attention."""
+        return 10 * self.pairs * self.head_dim1
+
+    @property
+    def input_bytes(self) -> int:
+        """q1, k1, q2 and k2 together."""
+        columns = self.head_dim1 + self.head_dim2
+        return self.heads * (self.num_queries + self.num_keys) * columns * ITEM_BYTES[self.dtype]
+
+    @property
+    def forward_bytes(self) -> int:
+        """The least that the forward moves: inputs read once, kl, lse1 and lse2 written once."""
+        return self.input_bytes + 3 * STATISTIC_BYTES * self.num_rows
+
+    @property
+    def logits_bytes(self) -> int:
+        """Both logit matrices in float32, which a materialising program keeps."""
+        return 2 * 4 * self.num_rows * self.num_keys
+
+
+def masks(workload: Workload, which: str) -> tuple[Workload, ...]:
+    """The workload under the masks that ``which`` names: ``"full"``, ``"causal"`` or ``"both"``.
+
+    Examples
+    --------
+    >>> [w.causal for w in masks(Workload(1, 8, 8, 16, 16), "both")]
+    [False, True]
+    """
+    chosen = {"full": (False,), "causal": (True,), "both": (False, True)}[which]
+    return tuple(replace(workload, causal=causal) for causal in chosen)
+
+
+# Defaults of each command; the quick ones only show that everything runs.
+SQUARE = Workload(32, 16384, 16384, 128, 128)
+SQUARE_QUICK = Workload(8, 2048, 2048, 128, 128)
+SMALL_Q = Workload(16, 1, 131072, 128, 128)
+SMALL_Q_QUICK = Workload(16, 1, 16384, 128, 128)
+SMALL_Q_LENGTHS = (1, 16, 64)
+OVERHEAD = Workload(4, 128, 128, 64, 64)
+MEMORY = Workload(32, 16384, 16384, 128, 128)
+MEMORY_QUICK = Workload(8, 2048, 2048, 128, 128)
+MEMORY_LENGTHS = (1024, 4096, 16384)
+MEMORY_LENGTHS_QUICK = (1024, 2048)

@@ -1,0 +1,592 @@
+"""The bench without a card: what it counts, compares, refuses, writes and reads."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench import __main__ as command_line
+from bench import digest, peers, record, report, startup, timing
+from bench.contender import Entry, SkipError, Work
+from bench.workloads import Workload, masks
+
+ROOT = Path(__file__).resolve().parents[2]
+SQUARE = Workload(32, 16384, 16384, 128, 128)
+
+
+# Workloads.
+
+
+def test_the_counts_are_those_of_the_formulas():
+    pairs = 32 * 16384 * 16384
+    assert SQUARE.forward_flops == 4 * pairs * 128
+    assert SQUARE.backward_flops == 8 * pairs * 128
+    assert SQUARE.attention_forward_flops == 4 * pairs * 128
+    assert SQUARE.attention_backward_flops == 10 * pairs * 128
+    assert SQUARE.input_bytes == 4 * 32 * 16384 * 128 * 2
+    assert SQUARE.forward_bytes == SQUARE.input_bytes + 12 * 32 * 16384
+    assert SQUARE.logits_bytes == 2 * 4 * pairs
+
+
+def test_a_causal_square_counts_half():
+    causal = replace(SQUARE, causal=True)
+    assert causal.forward_flops == SQUARE.forward_flops / 2
+    assert causal.backward_flops == SQUARE.backward_flops / 2
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 9), (3, 9), (9, 3), (7, 1)])
+def test_a_causal_rectangle_counts_the_pairs_of_its_mask(num_queries, num_keys):
+    workload = Workload(5, num_queries, num_keys, 8, 8, causal=True)
+    visible = sum(
+        j <= i + num_keys - num_queries
+        for i, j in itertools.product(range(num_queries), range(num_keys))
+    )
+    assert workload.pairs == 5 * visible
+
+
+def test_each_side_counts_with_its_own_head_dim():
+    workload = Workload(2, 10, 20, 64, 128)
+    pairs = 2 * 10 * 20
+    assert workload.forward_flops == 2 * pairs * (64 + 128)
+    assert workload.backward_flops == 2 * pairs * (64 + 128 + 2 * 128)
+    assert replace(workload, setting=2).backward_flops == 2 * pairs * (64 + 128 + 2 * 64)
+    assert workload.input_bytes == 2 * (10 + 20) * (64 + 128) * 2
+
+
+def test_the_name_says_all_of_the_shape():
+    workload = Workload(4, 10, 20, 64, 128, dtype="float16", causal=True)
+    assert workload.name == "bh4_q10_k20_d64x128_fp16_causal"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heads": 0}, "heads: expected a whole number from 1 up, got 0"),
+        ({"dtype": "float32"}, "dtype: expected one of bfloat16, float16, got 'float32'"),
+        ({"setting": 3}, "setting: expected 1 .* got 3"),
+    ],
+)
+def test_a_workload_that_makes_no_sense_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(SQUARE, **change)
+
+
+def test_masks():
+    assert [w.causal for w in masks(SQUARE, "both")] == [False, True]
+    assert [w.causal for w in masks(SQUARE, "causal")] == [True]
+    assert [w.causal for w in masks(SQUARE, "full")] == [False]
+
+
+# Digest.
+
+
+@pytest.fixture
+def tree(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a.cu").write_text("one")
+    (tmp_path / "sub" / "b.cuh").write_text("two")
+    return tmp_path
+
+
+def test_the_digest_sees_contents_and_names(tree):
+    before = digest.tree_digest(tree)
+    assert before == digest.tree_digest(tree)
+    (tree / "a.cu").write_text("One")
+    changed = digest.tree_digest(tree)
+    assert changed != before
+    (tree / "a.cu").rename(tree / "c.cu")
+    assert digest.tree_digest(tree) not in (before, changed)
+
+
+def test_the_digest_sees_text_that_moves_between_files(tree):
+    before = digest.tree_digest(tree)
+    (tree / "a.cu").write_text("onet")
+    (tree / "sub" / "b.cuh").write_text("wo")
+    assert digest.tree_digest(tree) != before
+
+
+def test_the_digest_does_not_see_what_is_no_source(tree):
+    before = digest.tree_digest(tree)
+    (tree / "README.md").write_text("words")
+    (tree / "a.pyc").write_bytes(b"\0")
+    assert digest.tree_digest(tree) == before
+
+
+def test_no_sources_have_no_digest(tmp_path):
+    with pytest.raises(FileNotFoundError, match="expected sources"):
+        digest.tree_digest(tmp_path)
+
+
+def test_the_digests_cover_the_device_and_the_host_sources():
+    found = digest.digests()
+    assert set(found) == {"cuda_src", "streamkl_cupy"}
+    assert all(len(value) == 64 for value in found.values())
+    assert len(set(found.values())) == 2
+
+
+# Report.
+
+COLUMNS = (
+    report.Column("contender", "kernel"),
+    report.Column("status", "status"),
+    report.Column("rate", "rate", ".1f"),
+)
+
+
+def _report(**changes):
+    rows = [
+        {"contender": "forward_sm80", "status": "ok", "ours": True, "rate": 123.456},
+        {"contender": "a|b", "status": "wrong", "ours": False, "errors": {"kl": "nan"}},
+    ]
+    fields = {"name": "forward", "title": "Forward", "columns": COLUMNS, "rows": rows}
+    return report.Report(**fields | {"notes": ["A note."]} | changes)
+
+
+def test_a_report_comes_back_as_it_was_written(tmp_path):
+    ours = _report(environment=report.environment(commit="0123456789abcdef"), settings={"n": 1})
+    path = ours.write(tmp_path)
+    assert path == tmp_path / "forward.json"
+    assert report.Report.read(path) == ours
+
+
+def test_a_report_of_another_schema_is_refused(tmp_path):
+    path = _report().write(tmp_path)
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"schema": 0}))
+    with pytest.raises(ValueError, match="expected schema 1, got 0"):
+        report.Report.read(path)
+
+
+def test_markdown(tmp_path):
+    path = _report().write(tmp_path)
+    assert path.with_suffix(".md").read_text().splitlines() == [
+        "### Forward",
+        "",
+        "| kernel | status | rate |",
+        "| --- | --- | --: |",
+        "| forward_sm80 | ok | 123.5 |",
+        "| a\\|b | wrong | - |",
+        "",
+        "* A note.",
+    ]
+
+
+def test_the_environment_names_the_code_and_the_machine():
+    found = report.environment(commit="0123456789abcdef")
+    assert found["commit"] == "0123456789abcdef"
+    assert found["digests"] == digest.digests()
+    assert found["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert {"cupy", "numpy", "torch", "triton", "nvrtc"} <= set(found["versions"])
+    text = report.provenance(found)
+    assert "commit 0123456789ab" in text
+    assert found["digests"]["cuda_src"][:12] in text
+
+
+@pytest.mark.parametrize(
+    ("status", "ours", "failed"),
+    [
+        ("ok", True, False),
+        ("skipped", True, False),
+        ("failed", False, False),
+        ("failed", True, True),
+        ("wrong", False, True),
+        ("wrong", True, True),
+    ],
+)
+def test_what_makes_a_run_fail(status, ours, failed):
+    assert _report(rows=[{"status": status, "ours": ours}]).failed is failed
+
+
+# Timing, by a stopwatch that only counts.
+
+
+class FakeStopwatch:
+    """Knows what a call takes, and notes what it was asked to time."""
+
+    def __init__(self, each_ms):
+        self.each_ms = each_ms
+        self.asked = []
+
+    def __call__(self, call, count):
+        self.asked.append((call(), count))
+        return self.each_ms[call()] * count
+
+
+def test_rounds_are_interleaved_and_every_call_goes_first():
+    stopwatch = FakeStopwatch({"a": 10.0, "b": 4.0, "c": 30.0})
+    calls = {"a": lambda: "a", "b": lambda: "b", "c": lambda: "c"}
+    timings = timing.measure(calls, stopwatch, rounds=3, round_ms=20.0)
+    assert [name for name, _ in stopwatch.asked[-9:]] == list("abcbcacab")
+    assert dict(stopwatch.asked[-3:]) == {"a": 2, "b": 5, "c": 1}
+    assert {name: t.median_ms for name, t in timings.items()} == {"a": 10.0, "b": 4.0, "c": 30.0}
+    assert all(t.spread == 0 and len(t.rounds_ms) == 3 for t in timings.values())
+
+
+def test_no_round_holds_more_calls_than_the_queue_of_the_device():
+    timings = timing.measure({"a": lambda: "a"}, FakeStopwatch({"a": 1e-4}), rounds=1)
+    assert timings["a"].calls_per_round == timing.MAX_CALLS
+
+
+def test_nothing_to_measure():
+    assert timing.measure({}, FakeStopwatch({})) == {}
+
+
+def test_median_and_spread():
+    found = timing.Timing((1.0, 4.0, 2.0), 7)
+    assert found.median_ms == 2.0
+    assert found.spread == 1.5
+
+
+def test_only_busy_samples_of_the_card_count():
+    lines = "345, 80.5, 30, 0\n1500, 690, 60, 100\n[N/A], 1, 2, 3\n1700, 700, 62, 99\n1600,"
+    assert timing.summarise_samples(lines) == {
+        "sm_clock_mhz": 1600.0,
+        "power_w": 695.0,
+        "temperature_c": 61.0,
+        "samples": 2.0,
+    }
+    assert timing.summarise_samples("345, 80, 30, 0\n") is None
+
+
+# Peers.
+
+
+def test_a_peer_whose_library_is_missing_is_skipped_by_name(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(SkipError, match="triton is not installed"):
+        peers.load("triton")
+    for entries in (
+        peers.forward_entries(["triton"], None),
+        peers.backward_entries(["triton"], None),
+    ):
+        assert all(entry.name.startswith("triton") for entry in entries)
+        with pytest.raises(SkipError, match="triton is not installed"):
+            entries[0].make()
+
+
+def test_an_unknown_peer_is_refused():
+    with pytest.raises(ValueError, match=r"expected names out of .*triton.*, got 'fla'"):
+        peers.load("fla")
+
+
+# Command line.
+
+
+def test_without_a_card_the_command_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(command_line, "_missing", lambda command: "PyTorch finds no NVIDIA card")
+    assert command_line.main(["forward"]) == 2
+    assert "PyTorch finds no NVIDIA card" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["forward", "--peers", "triton,fla"], "got 'fla'"),
+        (["forward", "--n", "0"], "expected a whole number from 1 up, got '0'"),
+        (["memory", "--causal", "both"], "invalid choice: 'both'"),
+    ],
+)
+def test_wrong_options_are_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        command_line.parser().parse_args(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_every_command_takes_quick_and_out():
+    for name in ("forward", "backward", "small-q", "overhead", "memory", "startup"):
+        options = command_line.parser().parse_args([name, "--quick", "--out", "somewhere"])
+        assert options.quick
+        assert options.out == Path("somewhere")
+
+
+def test_peers_can_be_none():
+    assert command_line.parser().parse_args(["forward", "--peers", "none"]).peers == ()
+
+
+def test_a_quick_run_does_not_replace_the_record():
+    options = command_line.parser().parse_args(["forward", "--quick", "--n", "64", "--commit", "c"])
+    finished = command_line.finish(_report(), options, timing.CardMonitor(), 1.5)
+    assert finished.name == "forward_quick"
+    assert finished.settings["n"] == 64
+    assert finished.environment["commit"] == "c"
+
+
+def test_startup_takes_medians_and_refuses_wrong_results(monkeypatch):
+    first = iter([5.0, 0.3, 0.1, 0.2])
+    errors = iter([1e-7] * 4)
+
+    def child(variables):
+        assert variables["STREAMKL_CACHE_DIR"]
+        return {"error": next(errors), "import_s": 0.1, "first_s": next(first), "second_s": 1e-4}
+
+    monkeypatch.setattr(startup, "_child", child)
+    cold, warm = startup.run(warm_processes=3).rows
+    assert (cold["status"], cold["first_s"]) == ("ok", 5.0)
+    assert (warm["first_s"], warm["processes"]) == (0.2, 3)
+
+    first, errors = itertools.repeat(0.1), iter([1e-7, 1e-7, math.nan])
+    cold, warm = startup.run(warm_processes=2).rows
+    assert cold["status"] == "ok"
+    assert warm["status"] == "wrong"
+    assert "first_s" not in warm
+
+
+# Record of the GPU suite.
+
+SUITE = """
+import pytest
+
+def test_one(): pass
+
+@pytest.mark.parametrize("x", [1, 2])
+def test_two(x): pass
+
+def test_wrong(): assert 0
+
+@pytest.mark.skip(reason="not here")
+def test_skipped(): pass
+
+@pytest.mark.xfail
+def test_expected(): assert 0
+
+@pytest.fixture
+def broken(): raise RuntimeError
+
+def test_error(broken): pass
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_record_counts_what_pytest_saw(tmp_path, workers):
+    if workers:
+        pytest.importorskip("xdist")
+    (tmp_path / "test_a.py").write_text(SUITE)
+    (tmp_path / "test_b.py").write_text("def test_only(): pass\n")
+    parallel = ["-n", str(workers)] if workers else ["-p", "no:xdist"]
+    command = [sys.executable, "-m", "bench.record", "--out", str(tmp_path), "--commit", "abc"]
+    arguments = ["-p", "no:cacheprovider", "-q", *parallel, str(tmp_path)]
+    # Nested runs must not take the options of the outer one.
+    variables = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
+    result = subprocess.run(
+        command + arguments, cwd=ROOT, capture_output=True, text=True, env=variables
+    )
+    assert result.returncode == 1, result.stdout + result.stderr
+    found = json.loads((tmp_path / "gpu_suite.json").read_text())
+    assert found["counts"] == {"passed": 4, "failed": 1, "errors": 1, "skipped": 1, "xfailed": 1}
+    counts = {Path(file).name: counts for file, counts in found["files"].items()}
+    assert counts["test_b.py"] == {
+        "passed": 1, "failed": 0, "errors": 0, "skipped": 0, "xfailed": 0,
+    }  # fmt: skip
+    names = [failure.split("/")[-1] for failure in found["failures"]]
+    assert names == ["test_a.py::test_error", "test_a.py::test_wrong"]
+    assert found["skips"] == {"not here": 1}
+    assert found["exit_status"] == 1
+    assert found["environment"]["commit"] == "abc"
+    assert found["environment"]["digests"] == digest.digests()
+
+
+def test_a_run_without_a_test_is_not_recorded(tmp_path, monkeypatch, capsys):
+    def run(command, cwd):
+        junit = next(a.split("=", 1)[1] for a in command if a.startswith("--junitxml="))
+        case = '<testcase name="a" file="f.py"><skipped message="no card"/></testcase>'
+        Path(junit).write_text(f"<testsuites><testsuite>{case}</testsuite></testsuites>")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(record.subprocess, "run", run)
+    assert record.main(["--out", str(tmp_path)]) == 1
+    assert "no test ran" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_default_of_the_record_is_the_gpu_suite():
+    junit = Path("junit.xml")
+    assert "tests/gpu" in record.pytest_command(junit, ["-n", "8", "-k", "forward"])
+    assert "tests/gpu" not in record.pytest_command(junit, ["tests/cpu/test_bench.py::test_masks"])
+
+
+# What follows computes, on the CPU, and needs PyTorch.
+
+
+@pytest.fixture
+def torch():
+    return pytest.importorskip("torch")
+
+
+CASES = {
+    "square": Workload(2, 24, 24, 16, 16),
+    "causal": Workload(2, 24, 24, 16, 16, causal=True),
+    "two head dims": Workload(1, 10, 33, 8, 24),
+    "causal, rows without keys": Workload(2, 40, 17, 16, 8, causal=True),
+    "setting 2": Workload(2, 20, 30, 16, 16, setting=2, causal=True),
+    "setting 2, rows without keys": Workload(2, 40, 17, 16, 8, setting=2, causal=True),
+}
+
+
+@pytest.mark.parametrize("workload", CASES.values(), ids=CASES)
+def test_the_reference_of_the_bench_is_that_of_the_package(torch, workload):
+    from bench.case import Case
+    from streamkl_cupy import reference
+
+    case = Case(workload, "cpu")
+    arrays = [x.double().numpy() for x in case.inputs]
+    state = reference.attention_kl(*arrays, causal=workload.causal, return_state=True)
+    outputs = tuple(torch.from_numpy(x) for x in (state.kl, state.lse1, state.lse2))
+    errors = case.check_forward(outputs)
+    assert set(errors) == {"kl", "lse1", "lse2"}
+    assert max(errors.values()) < 1e-12
+
+    gradients = reference.attention_kl_backward(
+        case.dkl.double().numpy(), *arrays, state, wrt=case.wrt, causal=workload.causal
+    )
+    errors = case.check_backward(tuple(map(torch.from_numpy, gradients)))
+    assert set(errors) == {"dq", "dk"}
+    assert max(errors.values()) < 1e-12
+
+
+def test_the_reference_does_not_depend_on_its_blocks(torch, monkeypatch):
+    from bench import case as module
+
+    workload = Workload(2, 24, 20, 16, 16)
+    whole = module.Case(workload, "cpu")
+    outputs = (whole._forward_reference[0], *whole._backward_reference)
+    monkeypatch.setattr(module, "_BLOCK_ELEMENTS", 7 * workload.num_keys)
+    blocks = module.Case(workload, "cpu")
+    for ours, expected in zip(
+        (blocks._forward_reference[0], *blocks._backward_reference), outputs, strict=True
+    ):
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["eager", "chunked"])
+@pytest.mark.parametrize("case_name", ["square", "causal", "two head dims", "setting 2"])
+def test_the_torch_peers_are_right(torch, monkeypatch, name, case_name):
+    from bench.case import Case
+    from bench.peers import torch_peers
+    from bench.runner import is_right
+
+    monkeypatch.setattr(torch_peers, "CHUNK_ROWS", 7)
+    case = Case(CASES[case_name], "cpu")
+    for entry in (*peers.forward_entries([name], case), *peers.backward_entries([name], case)):
+        contender = entry.make()
+        assert is_right(contender.check(contender.call()), contender.tolerances)
+
+
+def test_a_peer_that_leaves_out_rows_says_so(torch):
+    from bench.case import Case
+
+    case = Case(CASES["causal, rows without keys"], "cpu")
+    for name in ("eager", "chunked"):
+        with pytest.raises(SkipError, match="rows without keys"):
+            peers.forward_entries([name], case)[0].make()
+
+
+@pytest.fixture
+def case(torch):
+    from bench.case import Case
+
+    return Case(CASES["square"], "cpu")
+
+
+def _entry(case, name, spoil, **changes):
+    """A right forward, spoiled."""
+    from bench.peers import torch_peers
+
+    right = torch_peers.forward("eager", case)
+    contender = replace(right, name=name, call=lambda: spoil(right.call()), **changes)
+    return Entry(name, lambda: contender)
+
+
+def _with(outputs, index, value):
+    outputs[0][index] = value
+    return outputs
+
+
+def _run(entries, yardstick=None):
+    from bench.runner import run_case
+
+    def watch(call, count):
+        call()
+        return 2.0 * count
+
+    return run_case("full", entries, watch, rounds=2, yardstick=yardstick)
+
+
+def test_only_right_results_get_a_figure(case):
+    def skip():
+        raise SkipError("not for this")
+
+    def fail():
+        raise RuntimeError("first line\nsecond line")
+
+    rows = _run(
+        [
+            _entry(case, "right", lambda outputs: outputs),
+            _entry(case, "one row off", lambda outputs: _with(outputs, (1, 23), 7.0)),
+            _entry(case, "one NaN", lambda outputs: _with(outputs, (0, 5), math.nan)),
+            _entry(case, "nothing compared", lambda outputs: outputs, check=lambda outputs: {}),
+            Entry("skips", skip),
+            Entry("fails", fail),
+        ]
+    )
+    found = {row["contender"]: row["status"] for row in rows}
+    assert found == {
+        "right": "ok",
+        "one row off": "wrong",
+        "one NaN": "wrong",
+        "nothing compared": "wrong",
+        "skips": "skipped",
+        "fails": "failed",
+    }
+    for row in rows:
+        timed = {"median_ms", "rate", "min_ms", "max_ms"} & set(row)
+        assert bool(timed) == (row["status"] == "ok"), row
+    assert rows[2]["errors"]["kl"] == "nan"
+    assert rows[4]["detail"] == "not for this"
+    assert rows[5]["detail"] == "RuntimeError: first line"
+    json.dumps(rows, allow_nan=False)
+
+
+def test_a_nan_outside_of_the_sample_is_wrong_too(torch):
+    from bench.case import Case
+
+    case = Case(Workload(4, 700, 8, 8, 8), "cpu")
+    outside = next(i for i in range(700) if i not in set(case.rows.tolist()))
+    for head, row in ((0, outside), (2, 0)):
+        kl = torch.zeros(4, 700)
+        assert math.isfinite(case.check_forward((kl,))["kl"])
+        kl[head, row] = math.nan
+        assert math.isnan(case.check_forward((kl,))["kl"])
+
+
+def test_rates_and_ratios(case):
+    half = Work(case.forward_work.amount / 2, "TFLOP/s")
+    rows = _run(
+        [
+            _entry(case, "ours", lambda outputs: outputs),
+            _entry(case, "stick", lambda outputs: outputs, work=half),
+            _entry(case, "bytes", lambda outputs: outputs, work=Work(1e12, "TB/s")),
+        ],
+        yardstick="stick",
+    )
+    ours, stick, other = rows
+    assert ours["rate"] == pytest.approx(case.workload.forward_flops / 2e-3 / 1e12)
+    assert (ours["ratio"], stick["ratio"]) == (pytest.approx(2.0), 1.0)
+    assert other["rate"] == pytest.approx(1e12 / 2e-3 / 1e12)
+    assert "ratio" not in other
+
+
+def test_the_unit_of_a_case_decides_what_a_forward_counts(torch):
+    from bench.case import Case
+
+    workload = CASES["square"]
+    assert Case(workload, "cpu").forward_work == Work(workload.forward_flops, "TFLOP/s")
+    by_bytes = Case(workload, "cpu", unit="TB/s").forward_work
+    assert by_bytes == Work(workload.forward_bytes, "TB/s")
