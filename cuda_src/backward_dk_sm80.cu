@@ -1,14 +1,20 @@
-// backward_dk_sm80: dK of one side, keys stationary, no atomics, the same bits every time. Any card from sm_80 on.
+// backward_dk_sm80: dK of one side, keys stationary, no atomics, the same bits every time. Any card
+// from sm_80 on.
 //
-//   dk_t,j = scale_t sum_i dkl_i ds_t,ij q_t,i         t = kSide, i over every query of every head that shares the key head
+//   dk_t,j = scale_t sum_i dkl_i ds_t,ij q_t,i         t = kSide, i over every query of every head
+//   that shares the key head
 //
-// Grid: one block per (batch, key head of side t, block of kBlockK keys). A warp owns 16 kRowTiles keys.
+// Grid: one block per (batch, key head of side t, block of kBlockK keys). A warp owns 16 kRowTiles
+// keys.
 //
-//   1. K1 and K2 come to shared memory. A group of heads may share K_t and not the other: that one is exchanged on the way.
-//   2. Tiles of Q1 and Q2, with their row statistics and dkl, run through a ring of kNumStages buffers, head after head.
+//   1. K1 and K2 come to shared memory. A group of heads may share K_t and not the other: that one
+//   is exchanged on the way.
+//   2. Tiles of Q1 and Q2, with their row statistics and dkl, run through a ring of kNumStages
+//   buffers, head after head.
 //   3. S1^T = K1 Q1^T and S2^T = K2 Q2^T for kChunkQ queries at a time.
 //   4. dkl dS^T of the chunk, zero where a query may not see the key.
-//   5. dK += dS^T Q_t; the accumulators of dS^T become the left operand without leaving the registers.
+//   5. dK += dS^T Q_t; the accumulators of dS^T become the left operand without leaving the
+//   registers.
 //   6. dK is scaled by scale_t and written.
 #include "backward_tile.cuh"
 #include "gradient.cuh"
@@ -17,10 +23,12 @@
 #include "scores.cuh"
 #include "smem.cuh"
 
-template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kRowTiles, int kNumWarps, int kBlockQ, int kChunkQ,
-          int kNumStages, bool kIsAligned>
-__global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1) backward_dk_sm80(const BackwardParams params) {
-    using Tile = BackwardTile<kSide, kHeadDim1, kHeadDim2, kRowTiles, kNumWarps, kBlockQ, kNumStages>;
+template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kRowTiles, int kNumWarps,
+          int kBlockQ, int kChunkQ, int kNumStages, bool kIsAligned>
+__global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
+    backward_dk_sm80(const BackwardParams params) {
+    using Tile =
+        BackwardTile<kSide, kHeadDim1, kHeadDim2, kRowTiles, kNumWarps, kBlockQ, kNumStages>;
     using Block = KeyBlock<Tile, kSide, kHeadDim1, kHeadDim2, kBlockQ, kIsAligned>;
     constexpr int kLines = 2 * kRowTiles, kHeadDim = Tile::kHeadDim;
     extern __shared__ __align__(128) unsigned char smem[];
@@ -74,31 +82,39 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1) backwa
 
         const int stage_offset = Tile::kStationaryBytes + stage * Block::kStageBytes;
         const uint32 sQ1 = sK1 + stage_offset, sQ2 = sQ1 + Tile::kStreamed1Bytes;
-        const auto& rows = *reinterpret_cast<const RowsOfTile<kBlockQ>*>(smem + stage_offset + Tile::kStageBytes);
+        const auto& rows =
+            *reinterpret_cast<const RowsOfTile<kBlockQ>*>(smem + stage_offset + Tile::kStageBytes);
         SKL_NO_UNROLL
         for (int chunk = 0; chunk < kBlockQ; chunk += kChunkQ) {
             const int first = first_query + chunk, last = first + kChunkQ - 1;
             const Interval any = range.any_of(first, last), all = range.all_of(first, last);
-            if (first >= range.num_queries || first_key >= any.end || first_key + Tile::kRowsPerWarp <= any.begin) continue;
+            if (first >= range.num_queries || first_key >= any.end ||
+                first_key + Tile::kRowsPerWarp <= any.begin)
+                continue;
             // 3. The logits.
             float s1[kLines][kChunkQ / 4], s2[kLines][kChunkQ / 4];
-            compute_scores<Element, kHeadDim1, kRowTiles, kChunkQ>(s1, keys1, sQ1 + chunk * kHeadDim1 * 2, lane1);
-            compute_scores<Element, kHeadDim2, kRowTiles, kChunkQ>(s2, keys2, sQ2 + chunk * kHeadDim2 * 2, lane2);
+            compute_scores<Element, kHeadDim1, kRowTiles, kChunkQ>(
+                s1, keys1, sQ1 + chunk * kHeadDim1 * 2, lane1);
+            compute_scores<Element, kHeadDim2, kRowTiles, kChunkQ>(
+                s2, keys2, sQ2 + chunk * kHeadDim2 * 2, lane2);
             // 4. Their gradients, written over the logits of the other side.
             auto& trained = kSide == 1 ? s1 : s2;
             auto& ds = kSide == 1 ? s2 : s1;
             transposed_gradients<kSide>(ds, s1, s2, rows, chunk, params, factor);
             bool leaks = false;
-            if (first_key < all.begin || first_key + Tile::kRowsPerWarp > all.end || last >= range.num_queries) {
+            if (first_key < all.begin || first_key + Tile::kRowsPerWarp > all.end ||
+                last >= range.num_queries) {
                 leaks = mask_transposed(ds, trained, range, first_key, first);
             }
             if constexpr (kNeedsRunningFactor<Element, kSide>) fit_to_fp16(ds, dk, factor);
             // 5. dK.
             const uint32 sQ = (kSide == 1 ? sQ1 : sQ2) + chunk * kHeadDim * 2;
             if (__any_sync(~0u, leaks)) {
-                add_product<Element, kHeadDim, kRowTiles, kChunkQ, true>(dk, ds, sQ, lane_of_product);
+                add_product<Element, kHeadDim, kRowTiles, kChunkQ, true>(dk, ds, sQ,
+                                                                         lane_of_product);
             } else {
-                add_product<Element, kHeadDim, kRowTiles, kChunkQ, false>(dk, ds, sQ, lane_of_product);
+                add_product<Element, kHeadDim, kRowTiles, kChunkQ, false>(dk, ds, sQ,
+                                                                          lane_of_product);
             }
         }
         stage = stage + 1 == kNumStages ? 0 : stage + 1;

@@ -1,8 +1,10 @@
-// backward_dq_sm80: dQ of one side, query rows stationary, no atomics, the same bits every time. Any card from sm_80 on.
+// backward_dq_sm80: dQ of one side, query rows stationary, no atomics, the same bits every time.
+// Any card from sm_80 on.
 //
 //   dq_t,i = scale_t dkl_i sum_j ds_t,ij k_t,j         t = kSide, ds as in gradient.cuh
 //
-// Grid: one block per (batch, head, block of kBlockQ queries), heavy blocks of a head first. A warp owns 16 kRowTiles rows.
+// Grid: one block per (batch, head, block of kBlockQ queries), heavy blocks of a head first. A warp
+// owns 16 kRowTiles rows.
 //
 //   1. Q1 and Q2, the row statistics and dkl come to shared memory.
 //   2. Tiles of K1 and K2 run through a ring of kNumStages buffers, filled by cp.async.
@@ -17,10 +19,12 @@
 #include "scores.cuh"
 #include "smem.cuh"
 
-template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kRowTiles, int kNumWarps, int kBlockK, int kChunkK,
-          int kNumStages, bool kIsAligned>
-__global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1) backward_dq_sm80(const BackwardParams params) {
-    using Tile = BackwardTile<kSide, kHeadDim1, kHeadDim2, kRowTiles, kNumWarps, kBlockK, kNumStages>;
+template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kRowTiles, int kNumWarps,
+          int kBlockK, int kChunkK, int kNumStages, bool kIsAligned>
+__global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
+    backward_dq_sm80(const BackwardParams params) {
+    using Tile =
+        BackwardTile<kSide, kHeadDim1, kHeadDim2, kRowTiles, kNumWarps, kBlockK, kNumStages>;
     constexpr int kLines = 2 * kRowTiles, kHeadDim = Tile::kHeadDim;
     constexpr int kRowsOffset = Tile::kStationaryBytes + kNumStages * Tile::kStageBytes;
     extern __shared__ __align__(128) unsigned char smem[];
@@ -29,18 +33,21 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1) backwa
 
     const int head_of_batch = blockIdx.x / params.num_blocks;
     const int block_idx = params.num_blocks - 1 - blockIdx.x % params.num_blocks;
-    const int batch_idx = head_of_batch / params.num_heads, head_idx = head_of_batch % params.num_heads;
+    const int batch_idx = head_of_batch / params.num_heads,
+              head_idx = head_of_batch % params.num_heads;
     const int first_query = block_idx * Tile::kBlockRows;
     const int first_row = first_query + warp_id() * Tile::kRowsPerWarp;
     const KeyRange& range = params.range;
 
     // 1. The queries and their statistics.
-    const RowsOfHead gQ1 = rows_of_head(params.q1, batch_idx, head_idx, range.num_queries, params.head_dim1);
-    const RowsOfHead gQ2 = rows_of_head(params.q2, batch_idx, head_idx, range.num_queries, params.head_dim2);
-    const RowsOfHead gK1 =
-        rows_of_head(params.k1, batch_idx, head_idx / params.group1, range.num_keys, params.head_dim1);
-    const RowsOfHead gK2 =
-        rows_of_head(params.k2, batch_idx, head_idx / params.group2, range.num_keys, params.head_dim2);
+    const RowsOfHead gQ1 =
+        rows_of_head(params.q1, batch_idx, head_idx, range.num_queries, params.head_dim1);
+    const RowsOfHead gQ2 =
+        rows_of_head(params.q2, batch_idx, head_idx, range.num_queries, params.head_dim2);
+    const RowsOfHead gK1 = rows_of_head(params.k1, batch_idx, head_idx / params.group1,
+                                        range.num_keys, params.head_dim1);
+    const RowsOfHead gK2 = rows_of_head(params.k2, batch_idx, head_idx / params.group2,
+                                        range.num_keys, params.head_dim2);
     load_tile<Tile::kBlockRows, kHeadDim1, Tile::kNumThreads, kIsAligned>(sQ1, gQ1, first_query);
     load_tile<Tile::kBlockRows, kHeadDim2, Tile::kNumThreads, kIsAligned>(sQ2, gQ2, first_query);
     load_rows<Tile::kBlockRows>(sQ1 + kRowsOffset, params, batch_idx, head_idx, first_query);
@@ -51,7 +58,6 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1) backwa
     queries1.load(sQ1 + warp_id() * Tile::kRowsPerWarp * kHeadDim1 * 2);
     queries2.load(sQ2 + warp_id() * Tile::kRowsPerWarp * kHeadDim2 * 2);
 
-
     // 2. The ring of key tiles.
     const Interval visible = range.any_of(first_query, first_query + Tile::kBlockRows - 1);
     const int tile_end = ceil_div(visible.end, kBlockK);
@@ -59,7 +65,8 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1) backwa
         if (tile < tile_end) {
             const uint32 sK1 = sRing + stage * Tile::kStageBytes;
             load_tile<kBlockK, kHeadDim1, Tile::kNumThreads, kIsAligned>(sK1, gK1, tile * kBlockK);
-            load_tile<kBlockK, kHeadDim2, Tile::kNumThreads, kIsAligned>(sK1 + Tile::kStreamed1Bytes, gK2, tile * kBlockK);
+            load_tile<kBlockK, kHeadDim2, Tile::kNumThreads, kIsAligned>(
+                sK1 + Tile::kStreamed1Bytes, gK2, tile * kBlockK);
         }
         cp_async_commit();  // empty at the end, so that the count of pending groups stays the same
     };
@@ -87,21 +94,26 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1) backwa
         SKL_NO_UNROLL
         for (int chunk = 0; chunk < kBlockK; chunk += kChunkK) {
             const int first_key = tile * kBlockK + chunk;
-            if (first_row >= range.num_queries || first_key >= any.end || first_key + kChunkK <= any.begin) continue;
+            if (first_row >= range.num_queries || first_key >= any.end ||
+                first_key + kChunkK <= any.begin)
+                continue;
             // 3. The logits.
             float s1[kLines][kChunkK / 4], s2[kLines][kChunkK / 4];
-            compute_scores<Element, kHeadDim1, kRowTiles, kChunkK>(s1, queries1, sK1 + chunk * kHeadDim1 * 2, lane1);
-            compute_scores<Element, kHeadDim2, kRowTiles, kChunkK>(s2, queries2, sK2 + chunk * kHeadDim2 * 2, lane2);
+            compute_scores<Element, kHeadDim1, kRowTiles, kChunkK>(
+                s1, queries1, sK1 + chunk * kHeadDim1 * 2, lane1);
+            compute_scores<Element, kHeadDim2, kRowTiles, kChunkK>(
+                s2, queries2, sK2 + chunk * kHeadDim2 * 2, lane2);
             // 4. Their gradients, written over the logits of the other side.
             auto& trained = kSide == 1 ? s1 : s2;
             auto& ds = kSide == 1 ? s2 : s1;
             SKL_UNROLL
             for (int line = 0; line < kLines; ++line) {
-                const RowStatistics statistics = rows.statistics[first_row - first_query + row_of_line(line)];
+                const RowStatistics statistics =
+                    rows.statistics[first_row - first_query + row_of_line(line)];
                 SKL_UNROLL
                 for (int e = 0; e < kChunkK / 4; ++e) {
-                    ds[line][e] =
-                        logit_gradient<kSide>(s1[line][e], s2[line][e], statistics, params.scale1, params.scale2);
+                    ds[line][e] = logit_gradient<kSide>(s1[line][e], s2[line][e], statistics,
+                                                        params.scale1, params.scale2);
                 }
             }
             bool leaks = false;
@@ -113,11 +125,13 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1) backwa
                     for (int e = 0; e < kChunkK / 4; ++e) {
                         const int key = first_key + col_of_element(e);
                         const bool is_visible = key >= range.begin(query) && key < range.end(query);
-                        // A key's own NaN or Inf must stay in the rows that see it: those are marked here, and what the
-                        // product reads of it is scrubbed.
+                        // A key's own NaN or Inf must stay in the rows that see it: those are
+                        // marked here, and what the product reads of it is scrubbed.
                         const bool is_broken = !is_finite(trained[line][e]);
                         leaks |= is_broken;
-                        ds[line][e] = !is_visible ? 0.f : is_broken ? __int_as_float(0x7fffffff) : ds[line][e];
+                        ds[line][e] = !is_visible ? 0.f
+                                      : is_broken ? __int_as_float(0x7fffffff)
+                                                  : ds[line][e];
                     }
                 }
             }
@@ -126,9 +140,11 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1) backwa
             // 5. dQ.
             const uint32 sK = (kSide == 1 ? sK1 : sK2) + chunk * kHeadDim * 2;
             if (__any_sync(~0u, leaks)) {
-                add_product<Element, kHeadDim, kRowTiles, kChunkK, true>(dq, ds, sK, lane_of_product);
+                add_product<Element, kHeadDim, kRowTiles, kChunkK, true>(dq, ds, sK,
+                                                                         lane_of_product);
             } else {
-                add_product<Element, kHeadDim, kRowTiles, kChunkK, false>(dq, ds, sK, lane_of_product);
+                add_product<Element, kHeadDim, kRowTiles, kChunkK, false>(dq, ds, sK,
+                                                                          lane_of_product);
             }
         }
         stage = stage + 1 == kNumStages ? 0 : stage + 1;
@@ -144,7 +160,8 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1) backwa
         const float dkl = rows.dkl[first_row - first_query + row_of_line(line)];
         row_factor[line] = dkl * (params.gradient_scale * gradient_unit<kSide> / factor);
     }
-    store_gradient<Element>(params.dq, batch_idx * params.dq_rows.batch_stride + head_idx * params.dq_rows.head_stride,
-                            params.dq_rows.row_stride, first_row, range.num_queries,
-                            kSide == 1 ? params.head_dim1 : params.head_dim2, dq, row_factor);
+    store_gradient<Element>(
+        params.dq, batch_idx * params.dq_rows.batch_stride + head_idx * params.dq_rows.head_stride,
+        params.dq_rows.row_stride, first_row, range.num_queries,
+        kSide == 1 ? params.head_dim1 : params.head_dim2, dq, row_factor);
 }

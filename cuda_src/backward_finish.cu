@@ -1,8 +1,10 @@
-// backward_finish: the float32 dQ that the fused backward summed, scaled and rounded into the caller's array.
+// backward_finish: the float32 dQ that the fused backward summed, scaled and rounded into the
+// caller's array.
 //
 //   dq_scratch [B H][row tiles of 16][kHeadDim / 8][32 lanes][4]   ->   dq [B, H, N_Q, D]
 //
-// Grid: one thread per four scratch values (2 rows x 2 columns of an accumulator tile), one block row per (batch, head).
+// Grid: one thread per four scratch values (2 rows x 2 columns of an accumulator tile), one block
+// row per (batch, head).
 #include "fragment.cuh"
 #include "params.cuh"
 
@@ -20,8 +22,10 @@ __global__ void __launch_bounds__(kFinishThreads) backward_finish(const FinishPa
     const int col = col_tile * 8 + 2 * (lane % 4);
     if (col >= params.head_dim) return;
 
-    const float4 sums = reinterpret_cast<const float4*>(params.dq_scratch)[static_cast<int64>(head_of_batch) * per_head + idx];
-    uint16* dq = static_cast<uint16*>(params.dq) + head_of_batch / params.num_heads * params.dq_rows.batch_stride +
+    const float4 sums = reinterpret_cast<const float4*>(
+        params.dq_scratch)[static_cast<int64>(head_of_batch) * per_head + idx];
+    uint16* dq = static_cast<uint16*>(params.dq) +
+                 head_of_batch / params.num_heads * params.dq_rows.batch_stride +
                  head_of_batch % params.num_heads * params.dq_rows.head_stride;
     const float scale = params.gradient_scale;
     SKL_UNROLL
@@ -29,6 +33,7 @@ __global__ void __launch_bounds__(kFinishThreads) backward_finish(const FinishPa
         const int row = row_tile * 16 + half * 8 + lane / 4;
         if (row >= params.num_queries) continue;
         *reinterpret_cast<uint32*>(dq + row * params.dq_rows.row_stride + col) =
-            half == 0 ? pack<Element>(sums.x * scale, sums.y * scale) : pack<Element>(sums.z * scale, sums.w * scale);
+            half == 0 ? pack<Element>(sums.x * scale, sums.y * scale)
+                      : pack<Element>(sums.z * scale, sums.w * scale);
     }
 }

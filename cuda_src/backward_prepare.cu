@@ -1,6 +1,8 @@
-// backward_prepare: per query row, what the gradients need of the forward's results; for float16 also the largest |dkl|.
+// backward_prepare: per query row, what the gradients need of the forward's results; for float16
+// also the largest |dkl|.
 //
-//   kl, lse1, lse2, their low parts [B, H, N_Q]   ->   row_statistics [rows][4]  (gradient.cuh),   max_dkl
+//   kl, lse1, lse2, their low parts [B, H, N_Q]   ->   row_statistics [rows][4]  (gradient.cuh),
+//   max_dkl
 //
 // Grid: one thread per row. max_dkl must be zero before the launch.
 #include "gradient.cuh"
@@ -28,14 +30,18 @@ __global__ void __launch_bounds__(kPrepareThreads) backward_prepare(const Prepar
     if (row < params.num_rows) {
         const int query_idx = static_cast<int>(row % params.num_queries);
         const int64 head_of_batch = row / params.num_queries;
-        const int64 batch_idx = head_of_batch / params.num_heads, head_idx = head_of_batch % params.num_heads;
+        const int64 batch_idx = head_of_batch / params.num_heads,
+                    head_idx = head_of_batch % params.num_heads;
         const auto offset = [&](const RowsRef& rows) {
-            return batch_idx * rows.batch_stride + head_idx * rows.head_stride + query_idx * rows.row_stride;
+            return batch_idx * rows.batch_stride + head_idx * rows.head_stride +
+                   query_idx * rows.row_stride;
         };
-        reinterpret_cast<RowStatistics*>(params.row_statistics)[row] = row_statistics<kSide>(params, offset(params.rows));
+        reinterpret_cast<RowStatistics*>(params.row_statistics)[row] =
+            row_statistics<kSide>(params, offset(params.rows));
         if (params.max_dkl != nullptr) {
             magnitude = __float_as_uint(params.dkl[offset(params.dkl_rows)]) & 0x7fffffffu;
-            if (magnitude >= 0x7f800000u) magnitude = 0;  // Inf and NaN reach the gradients, not the factor
+            if (magnitude >= 0x7f800000u)
+                magnitude = 0;  // Inf and NaN reach the gradients, not the factor
         }
     }
     if (params.max_dkl == nullptr) return;

@@ -1,5 +1,6 @@
-// What the backward kernels share: their shared memory (two stationary tiles, one of each side, and a ring of pairs of streamed
-// tiles; queries are stationary for dQ, keys for dK and in the fused kernel) and the blocks of keys.
+// What the backward kernels share: their shared memory (two stationary tiles, one of each side, and
+// a ring of pairs of streamed tiles; queries are stationary for dQ, keys for dK and in the fused
+// kernel) and the blocks of keys.
 #pragma once
 #include "base.cuh"
 #include "gradient.cuh"
@@ -7,9 +8,11 @@
 #include "schedule.cuh"
 #include "smem.cuh"
 
-template <int kSide, int kHeadDim1, int kHeadDim2, int kRowTiles, int kNumWarps_, int kBlockCols, int kNumStages>
+template <int kSide, int kHeadDim1, int kHeadDim2, int kRowTiles, int kNumWarps_, int kBlockCols,
+          int kNumStages>
 struct BackwardTile {
-    static constexpr int kHeadDim = kSide == 1 ? kHeadDim1 : kHeadDim2;  // of the side that gets gradients
+    static constexpr int kHeadDim =
+        kSide == 1 ? kHeadDim1 : kHeadDim2;  // of the side that gets gradients
     static constexpr int kNumWarps = kNumWarps_, kNumThreads = 32 * kNumWarps;
     static constexpr int kRowsPerWarp = 16 * kRowTiles, kBlockRows = kRowsPerWarp * kNumWarps;
     static_assert(kNumStages >= 2, "the next tile is under way while one is used");
@@ -27,28 +30,33 @@ struct RowsOfTile {
     float dkl[kBlockQ];
 };
 
-// Starts the copy of the rows [first_query, first_query + kBlockQ) of one head. Rows that do not exist read as zero.
+// Starts the copy of the rows [first_query, first_query + kBlockQ) of one head. Rows that do not
+// exist read as zero.
 template <int kBlockQ>
-SKL_DEVICE void load_rows(uint32 destination, const BackwardParams& params, int batch_idx, int head_idx, int first_query) {
+SKL_DEVICE void load_rows(uint32 destination, const BackwardParams& params, int batch_idx,
+                          int head_idx, int first_query) {
     const int idx = threadIdx.x;
     if (idx >= kBlockQ) return;
     const int query = first_query + idx;
     const bool is_inside = query < params.range.num_queries;
-    const int64 row = (static_cast<int64>(batch_idx) * params.num_heads + head_idx) * params.range.num_queries + query;
-    const int64 at = batch_idx * params.dkl_rows.batch_stride + head_idx * params.dkl_rows.head_stride +
-                     query * params.dkl_rows.row_stride;
-    cp_async_16(destination + idx * static_cast<int>(sizeof(RowStatistics)), params.row_statistics + (is_inside ? 4 * row : 0),
-                is_inside);
+    const int64 row =
+        (static_cast<int64>(batch_idx) * params.num_heads + head_idx) * params.range.num_queries +
+        query;
+    const int64 at = batch_idx * params.dkl_rows.batch_stride +
+                     head_idx * params.dkl_rows.head_stride + query * params.dkl_rows.row_stride;
+    cp_async_16(destination + idx * static_cast<int>(sizeof(RowStatistics)),
+                params.row_statistics + (is_inside ? 4 * row : 0), is_inside);
     cp_async_4(destination + kBlockQ * static_cast<int>(sizeof(RowStatistics)) + idx * 4,
                params.dkl + (is_inside ? at : 0), is_inside);
 }
 
-// A block of the key-stationary kernels: its keys, its walk over the queries (schedule.cuh), and what it loads and stores. It
-// lives in shared memory: the registers belong to the accumulators.
+// A block of the key-stationary kernels: its keys, its walk over the queries (schedule.cuh), and
+// what it loads and stores. It lives in shared memory: the registers belong to the accumulators.
 template <class Tile_, int kSide, int kHeadDim1, int kHeadDim2, int kBlockQ, bool kIsAligned>
 struct KeyBlock : QueryWalk<kSide, Tile_::kBlockRows, kBlockQ> {
     using Tile = Tile_;
-    static constexpr int kStageBytes = Tile::kStageBytes + static_cast<int>(sizeof(RowsOfTile<kBlockQ>));
+    static constexpr int kStageBytes =
+        Tile::kStageBytes + static_cast<int>(sizeof(RowsOfTile<kBlockQ>));
 
     using Walk = QueryWalk<kSide, Tile::kBlockRows, kBlockQ>;
     using Walk::batch_idx, Walk::first_key, Walk::is_past, Walk::key_head_idx;
@@ -61,40 +69,50 @@ struct KeyBlock : QueryWalk<kSide, Tile_::kBlockRows, kBlockQ> {
         const int key_head = head_idx / (kWhich == 1 ? params.group1 : params.group2);
         load_tile<Tile::kBlockRows, kHeadDim, Tile::kNumThreads, kIsAligned>(
             tile,
-            rows_of_head(kWhich == 1 ? params.k1 : params.k2, batch_idx, key_head, params.range.num_keys,
-                         kWhich == 1 ? params.head_dim1 : params.head_dim2),
+            rows_of_head(kWhich == 1 ? params.k1 : params.k2, batch_idx, key_head,
+                         params.range.num_keys, kWhich == 1 ? params.head_dim1 : params.head_dim2),
             first_key);
     }
-    // A tile of queries with its rows, as one group of copies; an empty group behind the last tile, so that the count of
-    // pending groups stays the same.
-    SKL_DEVICE void load_queries(const BackwardParams& params, QueryTile tile, uint32 sStage) const {
+    // A tile of queries with its rows, as one group of copies; an empty group behind the last tile,
+    // so that the count of pending groups stays the same.
+    SKL_DEVICE void load_queries(const BackwardParams& params, QueryTile tile,
+                                 uint32 sStage) const {
         if (!is_past(tile)) {
             const auto [head_idx, first_query] = tile;
             const int num_queries = params.range.num_queries;
             load_tile<kBlockQ, kHeadDim1, Tile::kNumThreads, kIsAligned>(
-                sStage, rows_of_head(params.q1, batch_idx, head_idx, num_queries, params.head_dim1), first_query);
+                sStage, rows_of_head(params.q1, batch_idx, head_idx, num_queries, params.head_dim1),
+                first_query);
             load_tile<kBlockQ, kHeadDim2, Tile::kNumThreads, kIsAligned>(
                 sStage + Tile::kStreamed1Bytes,
-                rows_of_head(params.q2, batch_idx, head_idx, num_queries, params.head_dim2), first_query);
-            load_rows<kBlockQ>(sStage + Tile::kStageBytes, params, batch_idx, head_idx, first_query);
+                rows_of_head(params.q2, batch_idx, head_idx, num_queries, params.head_dim2),
+                first_query);
+            load_rows<kBlockQ>(sStage + Tile::kStageBytes, params, batch_idx, head_idx,
+                               first_query);
         }
         cp_async_commit();
     }
     template <class Element, int kLines, int kElements>
-    SKL_DEVICE void store_keys(const BackwardParams& params, int first_row, const float (&dk)[kLines][kElements], float factor) const {
+    SKL_DEVICE void store_keys(const BackwardParams& params, int first_row,
+                               const float (&dk)[kLines][kElements], float factor) const {
         float row_factor[kLines];
         SKL_UNROLL
-        for (int line = 0; line < kLines; ++line) row_factor[line] = params.gradient_scale * gradient_unit<kSide> / factor;
-        store_gradient<Element>(params.dk, batch_idx * params.dk_rows.batch_stride + key_head_idx * params.dk_rows.head_stride,
-                                params.dk_rows.row_stride, first_row, params.range.num_keys,
-                                kSide == 1 ? params.head_dim1 : params.head_dim2, dk, row_factor);
+        for (int line = 0; line < kLines; ++line)
+            row_factor[line] = params.gradient_scale * gradient_unit<kSide> / factor;
+        store_gradient<Element>(
+            params.dk,
+            batch_idx * params.dk_rows.batch_stride + key_head_idx * params.dk_rows.head_stride,
+            params.dk_rows.row_stride, first_row, params.range.num_keys,
+            kSide == 1 ? params.head_dim1 : params.head_dim2, dk, row_factor);
     }
 };
 
 // dS^T of a tile of keys (rows) and queries (columns), times the upstream gradient of each query.
 template <int kSide, int kBlockQ, int kLines, int kElements>
-SKL_DEVICE void transposed_gradients(float (&ds)[kLines][kElements], const float (&s1)[kLines][kElements],
-                                     const float (&s2)[kLines][kElements], const RowsOfTile<kBlockQ>& rows, int first_col,
+SKL_DEVICE void transposed_gradients(float (&ds)[kLines][kElements],
+                                     const float (&s1)[kLines][kElements],
+                                     const float (&s2)[kLines][kElements],
+                                     const RowsOfTile<kBlockQ>& rows, int first_col,
                                      const BackwardParams& params, float factor) {
     SKL_UNROLL
     for (int e = 0; e < kElements; ++e) {
@@ -103,22 +121,25 @@ SKL_DEVICE void transposed_gradients(float (&ds)[kLines][kElements], const float
         const float dkl = rows.dkl[col] * factor;
         SKL_UNROLL
         for (int line = 0; line < kLines; ++line) {
-            ds[line][e] =
-                dkl * logit_gradient<kSide>(s1[line][e], s2[line][e], statistics, params.scale1, params.scale2);
+            ds[line][e] = dkl * logit_gradient<kSide>(s1[line][e], s2[line][e], statistics,
+                                                      params.scale1, params.scale2);
         }
     }
 }
 
-// Zeroes dS^T where the query does not exist or may not see the key. Returns whether a masked query holds a NaN or Inf, which
-// must be scrubbed before dS^T multiplies it; trained are the logits of the side that gets gradients.
+// Zeroes dS^T where the query does not exist or may not see the key. Returns whether a masked query
+// holds a NaN or Inf, which must be scrubbed before dS^T multiplies it; trained are the logits of
+// the side that gets gradients.
 template <int kLines, int kElements>
-SKL_DEVICE bool mask_transposed(float (&ds)[kLines][kElements], const float (&trained)[kLines][kElements],
-                                const KeyRange& range, int first_key, int first_query) {
+SKL_DEVICE bool mask_transposed(float (&ds)[kLines][kElements],
+                                const float (&trained)[kLines][kElements], const KeyRange& range,
+                                int first_key, int first_query) {
     bool leaks = false;
     SKL_UNROLL
     for (int e = 0; e < kElements; ++e) {
         const int query = first_query + col_of_element(e);
-        const Interval keys = {range.begin(query), query < range.num_queries ? range.end(query) : 0};
+        const Interval keys = {range.begin(query),
+                               query < range.num_queries ? range.end(query) : 0};
         SKL_UNROLL
         for (int line = 0; line < kLines; ++line) {
             const int key = first_key + row_of_line(line);
@@ -128,4 +149,34 @@ SKL_DEVICE bool mask_transposed(float (&ds)[kLines][kElements], const float (&tr
         }
     }
     return leaks;
+}
+
+// Writes NaN into dS^T (in shared memory, [keys][queries]) for every query that sees a key with a
+// NaN or Inf in it: the product for dQ is about to read such keys as zero, for the sake of the
+// queries that do not see them.
+template <class Element, int kHeadDim, int kBlockKeys, int kBlockQ, int kNumThreads>
+SKL_DEVICE void mark_broken_keys(unsigned char* gradients, const unsigned char* keys,
+                                 const KeyRange& range, int first_key, int first_query) {
+    using Keys = TileLayout<kHeadDim>;
+    using Gradients = TileLayout<ceil_div(kBlockQ, 32) * 32>;
+    SKL_NO_UNROLL
+    for (int row = threadIdx.x; row < kBlockKeys; row += kNumThreads) {
+        bool is_broken = false;
+        SKL_NO_UNROLL
+        for (int i = 0; i < kHeadDim / 2; ++i) {
+            const uint32 pair =
+                *reinterpret_cast<const uint32*>(keys + Keys::offset_bytes(row, i / 4) + i % 4 * 4);
+            is_broken |= finite_or_zero<Element>(pair) != pair;
+        }
+        if (!is_broken) continue;
+        const int key = first_key + row;
+        SKL_NO_UNROLL
+        for (int col = 0; col < kBlockQ; ++col) {
+            const int query = first_query + col;
+            if (query < range.num_queries && key >= range.begin(query) && key < range.end(query)) {
+                *reinterpret_cast<uint16*>(gradients + Gradients::offset_bytes(row, col / 8) +
+                                           col % 8 * 2) = 0x7fff;
+            }
+        }
+    }
 }

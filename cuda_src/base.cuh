@@ -1,5 +1,6 @@
-// Words every file shares: fixed-width integers, the two element types, and what lets plain arithmetic also compile
-// with a host C++ compiler. No CUDA header is included anywhere in this folder: NVRTC needs none, and a user neither.
+// Words every file shares: fixed-width integers, the two element types, and what lets plain
+// arithmetic also compile with a host C++ compiler. No CUDA header is included anywhere in this
+// folder: NVRTC needs none, and a user neither.
 #pragma once
 
 using uint16 = unsigned short;
@@ -7,7 +8,8 @@ using uint32 = unsigned int;
 using uint64 = unsigned long long;
 using int64 = long long;
 
-// Tags of the element types. Values travel as raw bits; ptx/mma.cuh and fragment.cuh know what to do with them.
+// Tags of the element types. Values travel as raw bits; ptx/mma.cuh and fragment.cuh know what to
+// do with them.
 struct bf16 {};
 struct fp16 {};
 
@@ -59,7 +61,8 @@ SKL_HOST_DEVICE float fast_exp2(float x) {
 #endif
 }
 
-// Holds a value at this point of the program: the compiler may move neither its computation nor its uses across.
+// Holds a value at this point of the program: the compiler may move neither its computation nor its
+// uses across.
 SKL_HOST_DEVICE void pin(float& x) {
 #if defined(__CUDA_ARCH__)
     asm volatile("" : "+f"(x));

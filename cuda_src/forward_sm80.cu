@@ -1,16 +1,21 @@
-// forward_sm80: KL(P1 || P2) of every query row, and the log-sum-exp of both sides. Any card from sm_80 on.
+// forward_sm80: KL(P1 || P2) of every query row, and the log-sum-exp of both sides. Any card from
+// sm_80 on.
 //
 //   kl = ln 2 (acc / l1 + log2 l2 - log2 l1)       with {m1 l1 m2 l2 acc} as in kl_state.cuh
 //
-//   q1 [B, H, N_Q, D1]  k1 [B, H_K1, N_K, D1]  q2 [B, H, N_Q, D2]  k2 [B, H_K2, N_K, D2]   ->   rows [B, H, N_Q]
+//   q1 [B, H, N_Q, D1]  k1 [B, H_K1, N_K, D1]  q2 [B, H, N_Q, D2]  k2 [B, H_K2, N_K, D2]   -> rows
+//   [B, H, N_Q]
 //
-// Grid: one block per (batch, head, tile of kBlockQ queries, split of the keys), heavy query tiles of a head first.
-// Warps: kNumWarpsQ x kNumWarpsK; a warp owns 16 kRowTiles query rows and every kNumWarpsK-th part of a key tile.
+// Grid: one block per (batch, head, tile of kBlockQ queries, split of the keys), heavy query tiles
+// of a head first. Warps: kNumWarpsQ x kNumWarpsK; a warp owns 16 kRowTiles query rows and every
+// kNumWarpsK-th part of a key tile.
 //
 //   1. Q1 and Q2 come to shared memory and, where they fit, stay in registers as mma operands.
 //   2. Tiles of K1 and K2 run through a ring of kNumStages buffers, filled by cp.async.
-//   3. S1 = Q1 K1^T, S2 = Q2 K2^T for kChunkK keys at a time; tiles on the border of the key range are masked.
-//   4. The running state of each row takes the chunk in. It stays private to the thread (its columns of its rows).
+//   3. S1 = Q1 K1^T, S2 = Q2 K2^T for kChunkK keys at a time; tiles on the border of the key range
+//   are masked.
+//   4. The running state of each row takes the chunk in. It stays private to the thread (its
+//   columns of its rows).
 //   5. The four threads of a row, then the warps that share rows, merge their states.
 //   6. The row is finished and written, or its raw state goes to the workspace for reduce_splits.
 #include "fragment.cuh"
@@ -22,8 +27,9 @@
 #include "smem.cuh"
 #include "write_rows.cuh"
 
-template <class Element_, int kHeadDim1_, int kHeadDim2_, int kRowTiles_, int kNumWarpsQ_, int kNumWarpsK_, int kBlockK_,
-          int kChunkK_, int kNumStages_, bool kQueriesInRegisters_, bool kIsAligned_>
+template <class Element_, int kHeadDim1_, int kHeadDim2_, int kRowTiles_, int kNumWarpsQ_,
+          int kNumWarpsK_, int kBlockK_, int kChunkK_, int kNumStages_, bool kQueriesInRegisters_,
+          bool kIsAligned_>
 struct ForwardTraits {
     using Element = Element_;
     static constexpr int kHeadDim1 = kHeadDim1_, kHeadDim2 = kHeadDim2_;
@@ -37,7 +43,8 @@ struct ForwardTraits {
     static constexpr int kBlockQ = kRowsPerWarp * kNumWarpsQ;
     static constexpr int kLines = 2 * kRowTiles;
     static constexpr int kKeysPerWarp = kBlockK / kNumWarpsK;
-    static_assert(kKeysPerWarp % kChunkK == 0, "a warp walks its part of a key tile in whole chunks");
+    static_assert(kKeysPerWarp % kChunkK == 0,
+                  "a warp walks its part of a key tile in whole chunks");
 
     static constexpr int kQ1Bytes = kBlockQ * kHeadDim1 * 2, kQ2Bytes = kBlockQ * kHeadDim2 * 2;
     static constexpr int kK1Bytes = kBlockK * kHeadDim1 * 2, kK2Bytes = kBlockK * kHeadDim2 * 2;
@@ -46,18 +53,22 @@ struct ForwardTraits {
     // Queries that move on to registers pass through the space of the ring.
     static constexpr int kRingOffset = kQueriesInRegisters ? 0 : kQueryBytes;
     static constexpr int kTileBytes = max_of(kQueryBytes, kRingOffset + kNumStages * kStageBytes);
-    static constexpr int kStateBytes = kNumWarpsK > 1 ? kNumWarpsK * kBlockQ * static_cast<int>(sizeof(KlState)) : 0;
-    static constexpr int kSmemBytes = max_of(kTileBytes, kStateBytes);  // states are exchanged after the last tile
+    static constexpr int kStateBytes =
+        kNumWarpsK > 1 ? kNumWarpsK * kBlockQ * static_cast<int>(sizeof(KlState)) : 0;
+    static constexpr int kSmemBytes =
+        max_of(kTileBytes, kStateBytes);  // states are exchanged after the last tile
 
     template <int kHeadDim>
-    using Stationary = typename Choose<kQueriesInRegisters, StationaryRegisters<kHeadDim, kRowTiles>,
-                                       StationaryShared<kHeadDim, kRowTiles>>::Type;
+    using Stationary =
+        typename Choose<kQueriesInRegisters, StationaryRegisters<kHeadDim, kRowTiles>,
+                        StationaryShared<kHeadDim, kRowTiles>>::Type;
 };
 
 // Replaces the logits of keys that a row may not see. first_key is the key of column 0.
 template <int kLines, int kElements>
-SKL_DEVICE void mask_scores(float (&s1)[kLines][kElements], float (&s2)[kLines][kElements], const KeyRange& range,
-                            int first_row, int first_key, float masked_logit1, float masked_logit2) {
+SKL_DEVICE void mask_scores(float (&s1)[kLines][kElements], float (&s2)[kLines][kElements],
+                            const KeyRange& range, int first_row, int first_key,
+                            float masked_logit1, float masked_logit2) {
     SKL_UNROLL
     for (int line = 0; line < kLines; ++line) {
         const int query = first_row + row_of_line(line);
@@ -72,12 +83,13 @@ SKL_DEVICE void mask_scores(float (&s1)[kLines][kElements], float (&s2)[kLines][
     }
 }
 
-template <class Element, int kHeadDim1, int kHeadDim2, int kRowTiles, int kNumWarpsQ, int kNumWarpsK, int kBlockK,
-          int kChunkK, int kNumStages, bool kQueriesInRegisters, bool kIsAligned>
-__global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ * kNumWarpsK <= 4 ? 2 : 1)
+template <class Element, int kHeadDim1, int kHeadDim2, int kRowTiles, int kNumWarpsQ,
+          int kNumWarpsK, int kBlockK, int kChunkK, int kNumStages, bool kQueriesInRegisters,
+          bool kIsAligned>
+__global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ* kNumWarpsK <= 4 ? 2 : 1)
     forward_sm80(const ForwardParams params) {
-    using Traits = ForwardTraits<Element, kHeadDim1, kHeadDim2, kRowTiles, kNumWarpsQ, kNumWarpsK, kBlockK, kChunkK,
-                                 kNumStages, kQueriesInRegisters, kIsAligned>;
+    using Traits = ForwardTraits<Element, kHeadDim1, kHeadDim2, kRowTiles, kNumWarpsQ, kNumWarpsK,
+                                 kBlockK, kChunkK, kNumStages, kQueriesInRegisters, kIsAligned>;
     constexpr int kNumThreads = Traits::kNumThreads, kLines = Traits::kLines;
     extern __shared__ __align__(128) unsigned char smem[];
     const uint32 sQ1 = shared_address(smem), sQ2 = sQ1 + Traits::kQ1Bytes;
@@ -86,19 +98,22 @@ __global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ * kNu
     const int split_idx = blockIdx.x % params.num_splits, tile_idx = blockIdx.x / params.num_splits;
     const int head_of_batch = tile_idx / params.num_query_tiles;
     const int query_tile = params.num_query_tiles - 1 - tile_idx % params.num_query_tiles;
-    const int batch_idx = head_of_batch / params.num_heads, head_idx = head_of_batch % params.num_heads;
+    const int batch_idx = head_of_batch / params.num_heads,
+              head_idx = head_of_batch % params.num_heads;
     const int first_query = query_tile * Traits::kBlockQ;
     const int warp_q = warp_id() % kNumWarpsQ, warp_k = warp_id() / kNumWarpsQ;
     const int first_row = first_query + warp_q * Traits::kRowsPerWarp;
     const KeyRange& range = params.range;
 
     // 1. The queries.
-    const RowsOfHead gQ1 = rows_of_head(params.q1, batch_idx, head_idx, range.num_queries, params.head_dim1);
-    const RowsOfHead gQ2 = rows_of_head(params.q2, batch_idx, head_idx, range.num_queries, params.head_dim2);
-    const RowsOfHead gK1 =
-        rows_of_head(params.k1, batch_idx, head_idx / params.group1, range.num_keys, params.head_dim1);
-    const RowsOfHead gK2 =
-        rows_of_head(params.k2, batch_idx, head_idx / params.group2, range.num_keys, params.head_dim2);
+    const RowsOfHead gQ1 =
+        rows_of_head(params.q1, batch_idx, head_idx, range.num_queries, params.head_dim1);
+    const RowsOfHead gQ2 =
+        rows_of_head(params.q2, batch_idx, head_idx, range.num_queries, params.head_dim2);
+    const RowsOfHead gK1 = rows_of_head(params.k1, batch_idx, head_idx / params.group1,
+                                        range.num_keys, params.head_dim1);
+    const RowsOfHead gK2 = rows_of_head(params.k2, batch_idx, head_idx / params.group2,
+                                        range.num_keys, params.head_dim2);
     load_tile<Traits::kBlockQ, kHeadDim1, kNumThreads, kIsAligned>(sQ1, gQ1, first_query);
     load_tile<Traits::kBlockQ, kHeadDim2, kNumThreads, kIsAligned>(sQ2, gQ2, first_query);
     cp_async_commit();
@@ -113,12 +128,14 @@ __global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ * kNu
     if constexpr (kQueriesInRegisters) __syncthreads();
 
     // 2. The ring of key tiles.
-    const TileRange tiles = tiles_of_split<Traits>(range, first_query, split_idx, params.num_splits);
+    const TileRange tiles =
+        tiles_of_split<Traits>(range, first_query, split_idx, params.num_splits);
     const auto load_stage = [&](int tile, int stage) {
         if (tile < tiles.end) {
             const uint32 sK1 = sRing + stage * Traits::kStageBytes;
             load_tile<kBlockK, kHeadDim1, kNumThreads, kIsAligned>(sK1, gK1, tile * kBlockK);
-            load_tile<kBlockK, kHeadDim2, kNumThreads, kIsAligned>(sK1 + Traits::kK1Bytes, gK2, tile * kBlockK);
+            load_tile<kBlockK, kHeadDim2, kNumThreads, kIsAligned>(sK1 + Traits::kK1Bytes, gK2,
+                                                                   tile * kBlockK);
         }
         cp_async_commit();  // empty at the end, so that the count of pending groups stays the same
     };
@@ -149,10 +166,13 @@ __global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ * kNu
             if (!has_rows || first_key >= any.end || first_key + kChunkK <= any.begin) continue;
             // 3. The logits.
             float s1[kLines][kChunkK / 4], s2[kLines][kChunkK / 4];
-            compute_scores<Element, kHeadDim1, kRowTiles, kChunkK>(s1, queries1, sK1 + key_of_tile * kHeadDim1 * 2, lane1);
-            compute_scores<Element, kHeadDim2, kRowTiles, kChunkK>(s2, queries2, sK2 + key_of_tile * kHeadDim2 * 2, lane2);
+            compute_scores<Element, kHeadDim1, kRowTiles, kChunkK>(
+                s1, queries1, sK1 + key_of_tile * kHeadDim1 * 2, lane1);
+            compute_scores<Element, kHeadDim2, kRowTiles, kChunkK>(
+                s2, queries2, sK2 + key_of_tile * kHeadDim2 * 2, lane2);
             if (first_key < all.begin || first_key + kChunkK > all.end) {
-                mask_scores(s1, s2, range, first_row, first_key, params.masked_logit1, params.masked_logit2);
+                mask_scores(s1, s2, range, first_row, first_key, params.masked_logit1,
+                            params.masked_logit2);
             }
             // 4. The state.
             update(state, s1, s2, params.scale1, params.scale2);
@@ -169,7 +189,8 @@ __global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ * kNu
         KlState* sStates = reinterpret_cast<KlState*>(smem) + warp_q * Traits::kRowsPerWarp;
         SKL_UNROLL
         for (int line = 0; line < kLines; ++line) {
-            if (lane_id() % 4 == 0) sStates[warp_k * Traits::kBlockQ + row_of_line(line)] = state[line];
+            if (lane_id() % 4 == 0)
+                sStates[warp_k * Traits::kBlockQ + row_of_line(line)] = state[line];
         }
         __syncthreads();
         if (warp_k != 0) return;

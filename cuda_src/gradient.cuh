@@ -3,9 +3,10 @@
 //   side 2 trained, side 1 fixed:   ds2 = P2 - P1
 //   side 1 trained, side 2 fixed:   ds1 = P1 ((s1 - s2) - delta),     delta = kl - lse2 + lse1
 //
-// Everything is in base 2. A row's log-sum-exp is an integer exponent m and a fraction f, subtracted one after the other:
-// the first subtraction is one fused multiply-add of numbers that nearly cancel, so no accuracy is lost however large the
-// logits are. For side 1 P2 never appears: with y_t = s_t - m_t the bracket is (y1 - y2) - shift, shift = kl - f2 + f1.
+// Everything is in base 2. A row's log-sum-exp is an integer exponent m and a fraction f,
+// subtracted one after the other: the first subtraction is one fused multiply-add of numbers that
+// nearly cancel, so no accuracy is lost however large the logits are. For side 1 P2 never appears:
+// with y_t = s_t - m_t the bracket is (y1 - y2) - shift, shift = kl - f2 + f1.
 #pragma once
 #include "base.cuh"
 #include "fragment.cuh"
@@ -21,27 +22,30 @@ SKL_HOST_DEVICE RowStatistics no_row() { return {1e30f, 0.f, 1e30f, 0.f}; }
 
 // In units of 1 (side 2) or ln 2 (side 1); gradient_unit puts that right at the end.
 template <int kSide>
-SKL_HOST_DEVICE float logit_gradient(float x1, float x2, const RowStatistics& row, float scale1, float scale2) {
+SKL_HOST_DEVICE float logit_gradient(float x1, float x2, const RowStatistics& row, float scale1,
+                                     float scale2) {
     const float y1 = fma(x1, scale1, -row.exponent1), y2 = fma(x2, scale2, -row.exponent2);
     const float p1 = fast_exp2(y1 - row.fraction1);
     if constexpr (kSide == 2) return fast_exp2(y2 - row.last) - p1;
-    // A probability of zero has no gradient, also where its logit is so low that the bracket has no meaning.
+    // A probability of zero has no gradient, also where its logit is so low that the bracket has no
+    // meaning.
     return p1 * ((y1 - y2) - row.last);
 }
 template <int kSide>
 inline constexpr float gradient_unit = kSide == 2 ? 1.f : kLn2;
 
-// Logit gradients are rounded to the element type on their way into the third product. bfloat16 has the exponents of
-// float32; float16 would underflow, so there they are multiplied by a power of two: one for the whole call from the
-// largest |dkl| (call_factor); for side 1, whose ds has no bound of its own, a warp or block lowers it when a value would
-// overflow.
+// Logit gradients are rounded to the element type on their way into the third product. bfloat16 has
+// the exponents of float32; float16 would underflow, so there they are multiplied by a power of
+// two: one for the whole call from the largest |dkl| (call_factor); for side 1, whose ds has no
+// bound of its own, a warp or block lowers it when a value would overflow.
 inline constexpr float kFp16Limit = 32768.f;
 
 template <class Element>
 SKL_DEVICE float call_factor(const uint32* max_dkl) {
     if constexpr (is_same<Element, bf16>) return 1.f;
     const int exponent = static_cast<int>(*max_dkl >> 23) - 127;
-    // max |dkl| times the factor lies in [2^14, 2^15). A zero or denormal maximum takes the largest factor.
+    // max |dkl| times the factor lies in [2^14, 2^15). A zero or denormal maximum takes the largest
+    // factor.
     return __int_as_float((min_of(14 - exponent, 120) + 127) << 23);
 }
 
@@ -59,7 +63,8 @@ SKL_DEVICE float largest_magnitude(const float (&ds)[kLines][kElements]) {
     return largest;
 }
 
-// The power of two, at most 1, that brings a largest magnitude under the limit. Infinities are left to be infinities.
+// The power of two, at most 1, that brings a largest magnitude under the limit. Infinities are left
+// to be infinities.
 SKL_DEVICE float shrink_to_limit(float largest) {
     const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
     return exponent > 127 ? 1.f : __int_as_float((min_of(0, 14 - exponent) + 127) << 23);
@@ -76,13 +81,16 @@ SKL_DEVICE void multiply(float (&values)[kLines][kElements], float factor) {
 
 SKL_DEVICE float warp_max(float value) {
     SKL_UNROLL
-    for (int distance = 16; distance >= 1; distance /= 2) value = fmaxf(value, __shfl_xor_sync(~0u, value, distance));
+    for (int distance = 16; distance >= 1; distance /= 2)
+        value = fmaxf(value, __shfl_xor_sync(~0u, value, distance));
     return value;
 }
 
-// Lowers the warp's factor if ds, which carries it, would overflow float16; what was summed so far follows.
+// Lowers the warp's factor if ds, which carries it, would overflow float16; what was summed so far
+// follows.
 template <int kLines, int kElements, int kSummed>
-SKL_DEVICE void fit_to_fp16(float (&ds)[kLines][kElements], float (&summed)[kLines][kSummed], float& factor) {
+SKL_DEVICE void fit_to_fp16(float (&ds)[kLines][kElements], float (&summed)[kLines][kSummed],
+                            float& factor) {
     const float largest = largest_magnitude(ds);
     if (!__any_sync(~0u, largest > kFp16Limit)) return;
     const float shrink = shrink_to_limit(warp_max(largest));
@@ -102,11 +110,13 @@ SKL_DEVICE uint32 finite_or_zero(uint32 packed) {
     return packed;
 }
 
-// summed[rows][kHeadDim] += ds[rows][kCols] times kCols rows of a tile in shared memory. kScrub: rows of the tile that are
-// masked for some of ours may hold NaN or Inf, which a zero in ds would not keep out.
+// summed[rows][kHeadDim] += ds[rows][kCols] times kCols rows of a tile in shared memory. kScrub:
+// rows of the tile that are masked for some of ours may hold NaN or Inf, which a zero in ds would
+// not keep out.
 template <class Element, int kHeadDim, int kRowTiles, int kCols, bool kScrub>
-SKL_DEVICE void add_product(float (&summed)[2 * kRowTiles][kHeadDim / 4], const float (&ds)[2 * kRowTiles][kCols / 4],
-                            uint32 tile, const LaneOffset<kHeadDim>& lane) {
+SKL_DEVICE void add_product(float (&summed)[2 * kRowTiles][kHeadDim / 4],
+                            const float (&ds)[2 * kRowTiles][kCols / 4], uint32 tile,
+                            const LaneOffset<kHeadDim>& lane) {
     SKL_UNROLL
     for (int k = 0; k < kCols / 16; ++k) {
         uint32 a[kRowTiles][4];
@@ -125,10 +135,12 @@ SKL_DEVICE void add_product(float (&summed)[2 * kRowTiles][kHeadDim / 4], const 
     }
 }
 
-// Writes accumulators as rows [first_row, ...) of one head of a gradient, rounded to the element type.
+// Writes accumulators as rows [first_row, ...) of one head of a gradient, rounded to the element
+// type.
 template <class Element, int kLines, int kElements>
-SKL_DEVICE void store_gradient(void* gradient, int64 head_offset, int64 row_stride, int first_row, int num_rows,
-                               int head_dim, const float (&values)[kLines][kElements], const float (&factor)[kLines]) {
+SKL_DEVICE void store_gradient(void* gradient, int64 head_offset, int64 row_stride, int first_row,
+                               int num_rows, int head_dim, const float (&values)[kLines][kElements],
+                               const float (&factor)[kLines]) {
     uint16* head = static_cast<uint16*>(gradient) + head_offset;
     SKL_UNROLL
     for (int line = 0; line < kLines; ++line) {
@@ -138,8 +150,8 @@ SKL_DEVICE void store_gradient(void* gradient, int64 head_offset, int64 row_stri
         for (int e = 0; e < kElements; e += 2) {
             const int col = col_of_element(e);
             if (col < head_dim) {
-                *reinterpret_cast<uint32*>(head + row * row_stride + col) =
-                    pack<Element>(values[line][e] * factor[line], values[line][e + 1] * factor[line]);
+                *reinterpret_cast<uint32*>(head + row * row_stride + col) = pack<Element>(
+                    values[line][e] * factor[line], values[line][e + 1] * factor[line]);
             }
         }
     }

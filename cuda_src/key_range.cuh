@@ -1,6 +1,7 @@
-// Which keys a query may see: an interval [begin, end) whose ends never decrease with the query. Every mask is written
-// here and nowhere else. Tiles ask for three things: the union of the intervals of their rows (what to visit), their
-// intersection (what needs no mask), and the queries that see any of a range of keys.
+// Which keys a query may see: an interval [begin, end) whose ends never decrease with the query.
+// Every mask is written here and nowhere else. Tiles ask for three things: the union of the
+// intervals of their rows (what to visit), their intersection (what needs no mask), and the queries
+// that see any of a range of keys.
 #pragma once
 #include "base.cuh"
 

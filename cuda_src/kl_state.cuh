@@ -1,18 +1,20 @@
-// The running state of one row, KlState: start, update, merge, finish. Pure arithmetic, no memory access.
+// The running state of one row, KlState: start, update, merge, finish. Pure arithmetic, no memory
+// access.
 //
 // A row is reduced in one pass over its keys (StreamKL, Algorithm 1) to
 //     m_t   a reference exponent of side t, an integer (base 2)
 //     l_t   sum_j e_t,j                        with y_t,j = s_t,j log2(e) - m_t,   e_t,j = 2^y_t,j
 //     acc   sum_j e_1,j (y_1,j - y_2,j)
-// and then KL / ln 2 = acc / l1 + log2 l2 - log2 l1, in which m1 and m2 cancel: a common offset of the logits never
-// meets the small KL.
+// and then KL / ln 2 = acc / l1 + log2 l2 - log2 l1, in which m1 and m2 cancel: a common offset of
+// the logits never meets the small KL.
 //
-// The maximum is optimistic. The usual online softmax raises m to the maximum of every tile before it sums. Here a tile
-// is first summed with the m at hand; float32 has exponents to spare, so the sums stay exact to rounding as long as they
-// do not overflow. Only when a partial sum passes 2^64 (or is NaN) is m raised to the ceiling of the tile's maximum, the
-// state rescaled and the tile summed again. An m is never set from the start: the unset m lies so low that the first
-// key a row may see overflows its sum. m is an integer, so every rescaling is by an exact power of two, and the state
-// of a thread may stay its own (its columns of its rows) until the end.
+// The maximum is optimistic. The usual online softmax raises m to the maximum of every tile before
+// it sums. Here a tile is first summed with the m at hand; float32 has exponents to spare, so the
+// sums stay exact to rounding as long as they do not overflow. Only when a partial sum passes 2^64
+// (or is NaN) is m raised to the ceiling of the tile's maximum, the state rescaled and the tile
+// summed again. An m is never set from the start: the unset m lies so low that the first key a row
+// may see overflows its sum. m is an integer, so every rescaling is by an exact power of two, and
+// the state of a thread may stay its own (its columns of its rows) until the end.
 #pragma once
 #include "base.cuh"
 
@@ -42,13 +44,15 @@ SKL_HOST_DEVICE void raise_maxima(KlState& state, float m1, float m2) {
     state.m2 = m2;
 }
 
-// Adds kCols keys to each of kRows rows. x_t are raw dot products; scale_t takes them to base 2 and may have any sign.
+// Adds kCols keys to each of kRows rows. x_t are raw dot products; scale_t takes them to base 2 and
+// may have any sign.
 template <int kRows, int kCols>
-SKL_HOST_DEVICE void update(KlState (&state)[kRows], float (&x1)[kRows][kCols], float (&x2)[kRows][kCols],
-                            float scale1, float scale2) {
+SKL_HOST_DEVICE void update(KlState (&state)[kRows], float (&x1)[kRows][kCols],
+                            float (&x2)[kRows][kCols], float scale1, float scale2) {
     float sum1[kRows], sum2[kRows], sum_acc[kRows];
     bool raise = false;
-    // At most two passes, whatever the data: the second leaves unconditionally, so NaN cannot hang it.
+    // At most two passes, whatever the data: the second leaves unconditionally, so NaN cannot hang
+    // it.
     SKL_NO_UNROLL
     for (;;) {
         if (raise) {
@@ -79,7 +83,8 @@ SKL_HOST_DEVICE void update(KlState (&state)[kRows], float (&x1)[kRows][kCols], 
                 part2 += fast_exp2(y2);
                 part_acc = fma(e1, y1 - y2, part_acc);
             }
-            // Pinned inside the loop, or the sums sink past it and everything they need stays alive.
+            // Pinned inside the loop, or the sums sink past it and everything they need stays
+            // alive.
             pin(part1);
             pin(part2);
             pin(part_acc);
@@ -100,7 +105,8 @@ SKL_HOST_DEVICE void update(KlState (&state)[kRows], float (&x1)[kRows][kCols], 
     }
 }
 
-// The state of two disjoint sets of keys together (the paper's equation 11). Empty states need no special case.
+// The state of two disjoint sets of keys together (the paper's equation 11). Empty states need no
+// special case.
 SKL_HOST_DEVICE KlState merge(KlState a, KlState b) {
     const float m1 = fmax(a.m1, b.m1), m2 = fmax(a.m2, b.m2);
     raise_maxima(a, m1, m2);
@@ -131,7 +137,8 @@ SKL_HOST_DEVICE FloatPair to_nats(float exponent, float log2_sum) {
     return exact_sum(sum.high, low);
 }
 
-// A log-sum-exp as an integer exponent and a fraction, base 2: what the gradients are computed from.
+// A log-sum-exp as an integer exponent and a fraction, base 2: what the gradients are computed
+// from.
 struct Log2Sum {
     float exponent, fraction;
 };
@@ -149,12 +156,18 @@ struct RowResult {
     FloatPair lse1, lse2;
 };
 
-// The only place that meets an empty row: no key at all gives KL 0 and log-sum-exp -inf. A row of NaN is not empty.
+// log2 of a sum over at least one key. Every finite logit leaves a sum of at least a half, so zero
+// means that all were -inf, a distribution that does not exist.
+SKL_HOST_DEVICE float log2_of_sum(float sum) { return sum == 0.f ? sum / sum : log2(sum); }
+
+// The only place that meets an empty row: no key at all gives KL 0 and log-sum-exp -inf. A row of
+// NaN is not empty.
 SKL_HOST_DEVICE RowResult finish(const KlState& state) {
-    if (state.l1 == 0.f && state.acc == 0.f) {
+    if (state.l1 == 0.f && state.l2 == 0.f && state.acc == 0.f) {
         const float minus_infinity = -1.f / 0.f;
         return {0.f, {minus_infinity, 0.f}, {minus_infinity, 0.f}};
     }
-    const float log_l1 = log2(state.l1), log_l2 = log2(state.l2);
-    return {kLn2 * (state.acc / state.l1 + (log_l2 - log_l1)), to_nats(state.m1, log_l1), to_nats(state.m2, log_l2)};
+    const float log_l1 = log2_of_sum(state.l1), log_l2 = log2_of_sum(state.l2);
+    return {kLn2 * (state.acc / state.l1 + (log_l2 - log_l1)), to_nats(state.m1, log_l1),
+            to_nats(state.m2, log_l2)};
 }

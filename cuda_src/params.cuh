@@ -1,4 +1,5 @@
-// What the host passes by value. launch.py holds the same layouts as NumPy dtypes; a test compares the two.
+// What the host passes by value. launch.py holds the same layouts as NumPy dtypes; a test compares
+// the two.
 #pragma once
 #include "base.cuh"
 #include "key_range.cuh"
@@ -22,7 +23,7 @@ struct ForwardParams {
     int num_heads, group1, group2;  // query heads in all, and per key head of each side
     int head_dim1, head_dim2;
     int num_query_tiles, num_splits;
-    float scale1, scale2;              // to base 2, never zero
+    float scale1, scale2;                // to base 2, never zero
     float masked_logit1, masked_logit2;  // kMaskedLogit before the scale
     int64 num_rows;
 };
@@ -33,7 +34,7 @@ struct PrepareParams {
     const float* dkl;
     RowsRef dkl_rows;
     float* row_statistics;  // [rows][4], 16-byte aligned
-    uint32* max_dkl;        // bits of the largest finite |dkl|; null unless the element type is fp16
+    uint32* max_dkl;  // bits of the largest finite |dkl|; null unless the element type is fp16
     int num_heads, num_queries;
     int64 num_rows;
 };

@@ -2,8 +2,8 @@
 //
 //   partials [5][rows][num_splits]   ->   rows [B, H, N_Q]
 //
-// Grid: one warp per row, four warps a block. Splits go to lanes in a fixed pattern and lanes merge in a fixed tree, so the
-// result does not depend on the order in which the splits were computed.
+// Grid: one warp per row, four warps a block. Splits go to lanes in a fixed pattern and lanes merge
+// in a fixed tree, so the result does not depend on the order in which the splits were computed.
 #include "kl_state.cuh"
 #include "params.cuh"
 #include "write_rows.cuh"
@@ -22,6 +22,8 @@ __global__ void __launch_bounds__(32 * kRowsPerBlock) reduce_splits(const Forwar
     state = merge_lanes<16>(state);
     if (lane != 0) return;
     const int num_queries = params.range.num_queries;
-    const int query_idx = static_cast<int>(row % num_queries), head_of_batch = static_cast<int>(row / num_queries);
-    write_row(params, head_of_batch / params.num_heads, head_of_batch % params.num_heads, query_idx, state);
+    const int query_idx = static_cast<int>(row % num_queries),
+              head_of_batch = static_cast<int>(row / num_queries);
+    write_row(params, head_of_batch / params.num_heads, head_of_batch % params.num_heads, query_idx,
+              state);
 }

@@ -4,10 +4,11 @@
 #include "fragment.cuh"
 #include "key_range.cuh"
 
-// S[kRowTiles 16 rows][kCols] of one warp: the stationary operand times kCols rows of a tile in shared memory.
+// S[kRowTiles 16 rows][kCols] of one warp: the stationary operand times kCols rows of a tile in
+// shared memory.
 template <class Element, int kHeadDim, int kRowTiles, int kCols, class Stationary>
-SKL_DEVICE void compute_scores(float (&s)[2 * kRowTiles][kCols / 4], const Stationary& stationary, uint32 tile,
-                               const LaneOffset<kHeadDim>& lane) {
+SKL_DEVICE void compute_scores(float (&s)[2 * kRowTiles][kCols / 4], const Stationary& stationary,
+                               uint32 tile, const LaneOffset<kHeadDim>& lane) {
     static_assert(kCols % 16 == 0, "one ldmatrix brings two column tiles");
     clear(s);
     SKL_UNROLL

@@ -1,26 +1,30 @@
-// The last steps of the forward kernels: the states of neighbouring lanes become one; a finished row is written, or the raw
-// state of a split.
+// The last steps of the forward kernels: the states of neighbouring lanes become one; a finished
+// row is written, or the raw state of a split.
 #pragma once
 #include "base.cuh"
 #include "kl_state.cuh"
 #include "params.cuh"
 
-// Merges groups of 2 kLargestDistance neighbouring lanes in a fixed tree; all of a group end with the same state.
+// Merges groups of 2 kLargestDistance neighbouring lanes in a fixed tree; all of a group end with
+// the same state.
 template <int kLargestDistance>
 SKL_DEVICE KlState merge_lanes(KlState state) {
     SKL_UNROLL
     for (int distance = kLargestDistance; distance >= 1; distance /= 2) {
-        const KlState other = {__shfl_xor_sync(~0u, state.m1, distance), __shfl_xor_sync(~0u, state.l1, distance),
-                               __shfl_xor_sync(~0u, state.m2, distance), __shfl_xor_sync(~0u, state.l2, distance),
-                               __shfl_xor_sync(~0u, state.acc, distance)};
+        const KlState other = {
+            __shfl_xor_sync(~0u, state.m1, distance), __shfl_xor_sync(~0u, state.l1, distance),
+            __shfl_xor_sync(~0u, state.m2, distance), __shfl_xor_sync(~0u, state.l2, distance),
+            __shfl_xor_sync(~0u, state.acc, distance)};
         state = merge(state, other);
     }
     return state;
 }
 
-SKL_DEVICE void write_row(const ForwardParams& params, int batch_idx, int head_idx, int query_idx, const KlState& state) {
+SKL_DEVICE void write_row(const ForwardParams& params, int batch_idx, int head_idx, int query_idx,
+                          const KlState& state) {
     const RowsRef& rows = params.rows;
-    const int64 at = batch_idx * rows.batch_stride + head_idx * rows.head_stride + query_idx * rows.row_stride;
+    const int64 at =
+        batch_idx * rows.batch_stride + head_idx * rows.head_stride + query_idx * rows.row_stride;
     const RowResult result = finish(state);
     params.kl[at] = result.kl;
     if (params.lse1 != nullptr) {
@@ -33,7 +37,8 @@ SKL_DEVICE void write_row(const ForwardParams& params, int batch_idx, int head_i
     }
 }
 
-// Partial states are stored field by field, [5][rows][num_splits], so that the warp that merges a row reads whole lines.
+// Partial states are stored field by field, [5][rows][num_splits], so that the warp that merges a
+// row reads whole lines.
 SKL_DEVICE void write_partial(const ForwardParams& params, int64 at, const KlState& state) {
     const int64 field = params.num_rows * params.num_splits;
     params.partials[at] = state.m1;

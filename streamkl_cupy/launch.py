@@ -1,6 +1,8 @@
-"""Launch: one function per kernel sequence, argument order and workspaces. Everything it does a plan has decided.
+"""Launch: one function per kernel sequence, argument order and workspaces. Everything it does a
+plan has decided.
 
-The parameter structs of ``cuda_src/params.cuh`` are packed here; ``tests/cpu/test_params.py`` compares the layouts.
+The parameter structs of ``cuda_src/params.cuh`` are packed here; ``tests/cpu/test_params.py``
+compares the layouts.
 """
 
 from __future__ import annotations
@@ -23,18 +25,36 @@ from streamkl_cupy.plan import (
 from streamkl_cupy.problem import Problem, Strides, gradient_strides
 
 LOG2_E = 1.4426950408889634
-# The kernels divide by the scale to write masked logits. So small a scale gives the logits of a scale of zero.
+# The kernels divide by the scale to write masked logits. So small a scale gives the logits of a
+# scale of zero.
 SMALLEST_SCALE = 1e-20
 MASKED_LOGIT = -1e18  # kMaskedLogit of kl_state.cuh
 
-# Fields in the order of params.cuh; every field lies at its natural alignment, so there is no padding between them.
+# Fields in the order of params.cuh; every field lies at its natural alignment, so there is no
+# padding between them.
 _TENSOR = "Qqqq"
 _ROWS = "qqq"
 _RANGE = "iii"
-FORWARD_PARAMS = struct.Struct("=" + _TENSOR * 4 + _ROWS + "QQQQQ" + "Q" + _RANGE + "iii" + "ii" + "ii" + "ff" + "ff" + "q")
+FORWARD_PARAMS = struct.Struct(
+    "=" + _TENSOR * 4 + _ROWS + "QQQQQ" + "Q" + _RANGE + "iii" + "ii" + "ii" + "ff" + "ff" + "q"
+)
 PREPARE_PARAMS = struct.Struct("=" + _ROWS + "QQQQQ" + "Q" + _ROWS + "Q" + "Q" + "ii" + "q")
 BACKWARD_PARAMS = struct.Struct(
-    "=" + _TENSOR * 4 + "Q" + _ROWS + "Q" + "Q" + "QQ" + _ROWS * 2 + "Q" + _RANGE + "iii" + "ii" + "i" + "ff" + "f"
+    "="
+    + _TENSOR * 4
+    + "Q"
+    + _ROWS
+    + "Q"
+    + "Q"
+    + "QQ"
+    + _ROWS * 2
+    + "Q"
+    + _RANGE
+    + "iii"
+    + "ii"
+    + "i"
+    + "ff"
+    + "f"
 )
 FINISH_PARAMS = struct.Struct("=" + "Q" + "Q" + _ROWS + "iii" + "i" + "f" + "4x")
 
@@ -48,7 +68,7 @@ class _Stream:
         self.ptr = ptr
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def device_facts(device_index: int) -> DeviceFacts:
     """Read what plans depend on off a card.
 
@@ -64,12 +84,14 @@ def device_facts(device_index: int) -> DeviceFacts:
     if int(capability) < 80:
         name = cupy.cuda.runtime.getDeviceProperties(device_index)["name"].decode()
         raise RuntimeError(
-            f"device: expected compute capability 8.0 or higher; got {name} with {capability[:-1]}.{capability[-1]}. "
-            "Pass arrays on the CPU to compute with the float64 reference instead"
+            f"device: expected compute capability 8.0 or higher; got {name} with "
+            f"{capability[:-1]}.{capability[-1]}. Pass arrays on the CPU to compute with the float64 reference instead"
         )
     # Only sm_90 has instructions of its own that kernels use.
     arch = f"sm_{capability}{'a' if capability == '90' else ''}"
-    return DeviceFacts(arch, attributes["MultiProcessorCount"], attributes["MaxSharedMemoryPerBlockOptin"])
+    return DeviceFacts(
+        arch, attributes["MultiProcessorCount"], attributes["MaxSharedMemoryPerBlockOptin"]
+    )
 
 
 def forward(
@@ -87,7 +109,8 @@ def forward(
     plan, problem
         What to run, and on what.
     pointers
-        Addresses of ``q1 k1 q2 k2`` and of the outputs ``kl lse1 lse2 lse1_low lse2_low``; all but ``kl`` may be 0.
+        Addresses of ``q1 k1 q2 k2`` and of the outputs ``kl lse1 lse2 lse1_low lse2_low``; all but
+        ``kl`` may be 0.
     workspace
         Address of ``plan.workspace_bytes`` bytes.
     stream
@@ -143,7 +166,8 @@ def backward(
     dkl
         Strides of the upstream gradient.
     pointers
-        Addresses of ``q1 k1 q2 k2 dkl kl lse1 lse2 lse1_low lse2_low`` (low parts may be 0) and of the gradients wanted,
+        Addresses of ``q1 k1 q2 k2 dkl kl lse1 lse2 lse1_low lse2_low`` (low parts may be 0) and of
+        the gradients wanted,
         ``dq1 dk1 dq2 dk2``.
     workspace
         Address of ``plan.workspace_bytes`` bytes, aligned to 256.
@@ -176,15 +200,29 @@ def backward(
                 problem.num_rows,
             )
             _launch(side.prepare, plan.arch, params, stream, device_index)
-        params = functools.partial(_backward_params, problem, dkl, pointers, workspace, max_dkl, side)
+        backward_params = functools.partial(
+            _backward_params, problem, dkl, pointers, workspace, max_dkl, side
+        )
         if side.fused is not None and side.finish is not None:
             cupy.cuda.runtime.memsetAsync(scratch, 0, side.scratch_bytes, stream)
-            _launch(side.fused, plan.arch, params(scratch, side.key_blocks), stream, device_index)
-            _launch(side.finish, plan.arch, _finish_params(problem, pointers, scratch, side), stream, device_index)
+            _launch(
+                side.fused,
+                plan.arch,
+                backward_params(scratch, side.key_blocks),
+                stream,
+                device_index,
+            )
+            _launch(
+                side.finish,
+                plan.arch,
+                _finish_params(problem, pointers, scratch, side),
+                stream,
+                device_index,
+            )
         if side.dq is not None:
-            _launch(side.dq, plan.arch, params(0, side.dq_blocks), stream, device_index)
+            _launch(side.dq, plan.arch, backward_params(0, side.dq_blocks), stream, device_index)
         if side.dk is not None:
-            _launch(side.dk, plan.arch, params(0, side.key_blocks), stream, device_index)
+            _launch(side.dk, plan.arch, backward_params(0, side.key_blocks), stream, device_index)
 
 
 def _backward_params(
@@ -242,9 +280,16 @@ def _launch(kernel: KernelPlan, arch: str, params: bytes, stream: int, device_in
     function = jit.function(
         kernel.kernel, kernel.template, arch, device_index, shared_memory=kernel.shared_memory
     )
-    # A struct goes by value as an array of one void; a NumPy scalar in its place would crash the process.
+    # A struct goes by value as an array of one void; a NumPy scalar in its place would crash the
+    # process.
     argument: Any = np.frombuffer(params, dtype=f"V{len(params)}")
-    function((kernel.grid,), (kernel.block,), (argument,), shared_mem=kernel.shared_memory, stream=_Stream(stream))
+    function(
+        (kernel.grid,),
+        (kernel.block,),
+        (argument,),
+        shared_mem=kernel.shared_memory,
+        stream=_Stream(stream),
+    )
 
 
 def _inputs(problem: Problem, pointers: Mapping[str, int]) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """Plan: which kernels run for a problem on a card, in which tiles, splits and grids.
 
-The only heuristics of the package. Pure Python: a `DeviceFacts` and a `Problem` go in, a plan comes out, and the same
-plan comes out every time. ``launch.py`` carries it out without a choice of its own.
+The only heuristics of the package. Pure Python: a `DeviceFacts` and a `Problem` go in, a plan comes
+out, and the same plan comes out every time. ``launch.py`` carries it out without a choice of its
+own.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias, TypeVar
 
@@ -27,7 +29,8 @@ REDUCE_ROWS_PER_BLOCK = 4
 PREPARE_THREADS = 256
 FINISH_THREADS = 256
 
-# Multiprocessors and shared memory per block of a card of each architecture, to plan for one that is not there.
+# Multiprocessors and shared memory per block of a card of each architecture, to plan for one that
+# is not there.
 TYPICAL_CARDS = {
     "sm_80": (108, 166_912),
     "sm_86": (84, 101_376),
@@ -37,9 +40,11 @@ TYPICAL_CARDS = {
     "sm_100": (148, 232_448),
     "sm_120": (170, 101_376),
 }
-# Of one multiprocessor there is a little more than one block may have; 1 KB of each block is the system's.
+# Of one multiprocessor there is a little more than one block may have; 1 KB of each block is the
+# system's.
 RESERVED_BYTES = 1024
-# The key-stationary kernels keep a few positions in static shared memory, which counts against the same limit.
+# The key-stationary kernels keep a few positions in static shared memory, which counts against the
+# same limit.
 STATIC_BYTES = 64
 
 Value: TypeAlias = int | bool | str
@@ -55,7 +60,10 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """What plans depend on of a card: architecture (as NVRTC names it), multiprocessors, shared memory per block in bytes."""
+    """What plans depend on of a card.
+
+    The architecture as NVRTC names it, multiprocessors, and bytes of shared memory per block.
+    """
 
     arch: str
     num_sms: int
@@ -77,7 +85,10 @@ def device_facts(arch: str) -> DeviceFacts:
 
 @dataclass(frozen=True, slots=True)
 class KernelPlan:
-    """One launch: the kernel (the stem of its file), its template arguments in order, and its extent."""
+    """One launch: the kernel, its template arguments in order, and its extent.
+
+    The kernel is the stem of its file.
+    """
 
     kernel: str
     template: Template
@@ -115,13 +126,21 @@ class ForwardTile:
         queries = self.stationary_rows * (dim1 + dim2) * 2
         ring = self.num_stages * self.block_k * (dim1 + dim2) * 2
         tiles = max(queries, ring) if self.queries_in_registers else queries + ring
-        states = self.num_warps_k * self.stationary_rows * STATE_FIELDS * FLOAT_BYTES if self.num_warps_k > 1 else 0
+        states = (
+            self.num_warps_k * self.stationary_rows * STATE_FIELDS * FLOAT_BYTES
+            if self.num_warps_k > 1
+            else 0
+        )
         return max(tiles, states)
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardTile:
-    """How a block of a backward kernel is cut: stationary rows of a warp in tiles of 16, streamed rows per tile and chunk."""
+    """How a block of a backward kernel is cut.
+
+    ``row_tiles`` tiles of 16 stationary rows a warp; ``block_cols`` streamed rows a stage, taken
+    ``chunk_cols`` at a time.
+    """
 
     row_tiles: int
     num_warps: int
@@ -144,13 +163,14 @@ class BackwardTile:
             return self.stationary_rows * (pair + rows) + self.num_stages * self.block_cols * pair
         total = self.stationary_rows * pair + self.num_stages * self.block_cols * (pair + rows)
         if kernel == "backward_fused_sm80":
-            total += self.stationary_rows * max(32, self.block_cols) * 2  # the tile of dS^T
+            # The tile of dS^T.
+            total += self.stationary_rows * _ceil_div(self.block_cols, 32) * 32 * 2
         return total
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardPlan:
-    """The forward: ``forward_sm80``, and ``reduce_splits`` where the keys of a row are split among blocks."""
+    """The forward: ``forward_sm80``, and ``reduce_splits`` where blocks share a row's keys."""
 
     name: str
     arch: str
@@ -196,7 +216,7 @@ class BackwardPlan:
         return tuple(kernel for side in self.sides for kernel in side.kernels)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Overrides, for benchmarks and ablations
 
 
@@ -207,7 +227,10 @@ class _Override:
     backward_tile: BackwardTile | None = None
 
 
-_override: contextvars.ContextVar[_Override] = contextvars.ContextVar("streamkl_override", default=_Override())
+_NO_OVERRIDE = _Override()
+_override: contextvars.ContextVar[_Override] = contextvars.ContextVar(
+    "streamkl_override", default=_NO_OVERRIDE
+)
 
 
 @contextlib.contextmanager
@@ -241,7 +264,7 @@ def current_override() -> object:
     return _override.get()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Forward
 
 
@@ -263,7 +286,10 @@ def forward(problem: Problem, device: DeviceFacts, *, force: str | None = None) 
         ``force`` names no forward kernel, or no tile fits the card.
     """
     if force not in (None, "forward_sm80"):
-        raise PlanError(f'STREAMKL_FORCE: expected "forward_sm80"; got {force!r}. Unset it to let the plan choose')
+        raise PlanError(
+            f'STREAMKL_FORCE: expected "forward_sm80"; got {force!r}. '
+            "Unset it to let the plan choose"
+        )
     return _forward(problem, device, _override.get())
 
 
@@ -278,12 +304,17 @@ def _forward(problem: Problem, device: DeviceFacts, choice: _Override) -> Forwar
     if choice.num_splits is not None:
         num_splits = min(choice.num_splits, max(1, _ceil_div(problem.num_keys, tile.block_k)))
     else:
-        resident = min(tile.blocks_per_sm, (device.shared_memory_per_block + RESERVED_BYTES) // (smem + RESERVED_BYTES))
+        resident = min(
+            tile.blocks_per_sm,
+            (device.shared_memory_per_block + RESERVED_BYTES) // (smem + RESERVED_BYTES),
+        )
         num_splits = choose_splits(blocks, max_splits, device.num_sms * max(1, resident))
     kernels = []
     if blocks > 0:
         template = forward_template(problem.dtype, dim1, dim2, tile, problem.aligned)
-        kernels.append(KernelPlan("forward_sm80", template, blocks * num_splits, tile.threads, smem))
+        kernels.append(
+            KernelPlan("forward_sm80", template, blocks * num_splits, tile.threads, smem)
+        )
         if num_splits > 1:
             grid = _ceil_div(problem.num_rows, REDUCE_ROWS_PER_BLOCK)
             kernels.append(KernelPlan("reduce_splits", (), grid, 32 * REDUCE_ROWS_PER_BLOCK, 0))
@@ -303,7 +334,8 @@ def forward_tile(dim1: int, dim2: int, num_queries: int, device: DeviceFacts) ->
     """Choose the tile of a pair of buckets; see `forward_tiles`."""
     tiles = forward_tiles(dim1, dim2, num_queries)
     sizes = [tile.shared_memory(dim1, dim2) for tile in tiles]
-    if num_queries <= FEW_QUERIES:  # bound by memory: what counts is bytes under way, and the list is in that order
+    if num_queries <= FEW_QUERIES:
+        # Bound by memory: what counts is bytes under way, and the list is in that order.
         for tile, size in zip(tiles, sizes, strict=True):
             if size <= device.shared_memory_per_block:
                 return tile
@@ -311,11 +343,13 @@ def forward_tile(dim1: int, dim2: int, num_queries: int, device: DeviceFacts) ->
 
 
 def forward_tiles(dim1: int, dim2: int, num_queries: int) -> tuple[ForwardTile, ...]:
-    """Tiles for a pair of buckets, the fastest first, as ``python -m bench tune`` measured them on an H200.
+    """Tiles for a pair of buckets, the fastest first, as ``python -m bench tune`` measured them on
+    an H200.
 
-    Few queries take tiles whose warps share the keys, so that a block is bound by memory and not by one warp's
-    products. Many queries take 32 rows a warp, which halves the shared memory traffic of the keys; past head
-    dimensions of 256 in all, 16 rows a warp with the queries in registers, so that two blocks still fit.
+    Few queries take tiles whose warps share the keys, so that a block is bound by memory and not by
+    one warp's products. Many queries take 32 rows a warp, which halves the shared memory traffic of
+    the keys; past head dimensions of 256 in all, 16 rows a warp with the queries in registers, so
+    that two blocks still fit.
     """
     total = dim1 + dim2
     if num_queries <= 16:
@@ -333,7 +367,9 @@ def forward_tiles(dim1: int, dim2: int, num_queries: int) -> tuple[ForwardTile, 
     return (ForwardTile(1, 4, 1, 32, 32, 2, True), ForwardTile(1, 4, 1, 16, 16, 2, True))
 
 
-def forward_template(dtype: str, dim1: int, dim2: int, tile: ForwardTile, aligned: bool) -> Template:
+def forward_template(
+    dtype: str, dim1: int, dim2: int, tile: ForwardTile, aligned: bool
+) -> Template:
     """Template arguments of ``forward_sm80``."""
     return (
         ("Element", ELEMENTS[dtype]),
@@ -359,22 +395,23 @@ SPLIT_OVERHEAD = 0.01
 def choose_splits(blocks: int, max_splits: int, resident: int) -> int:
     """How many parts the keys are split into when ``resident`` blocks run at a time.
 
-    The time is that of the last wave: ``ceil(blocks * w / resident) / w`` times that of one unsplit block. Many waves
-    even themselves out and are left alone.
+    The time is that of the last wave: ``ceil(blocks * w / resident) / w`` times that of one unsplit
+    block. Many waves even themselves out and are left alone.
     """
     if blocks == 0 or blocks >= 4 * resident:
         return 1
     limit = min(max_splits, _ceil_div(4 * resident, blocks))
 
     def cost(splits: int) -> float:
-        return _ceil_div(blocks * splits, resident) / splits * (1 + SPLIT_OVERHEAD * splits * blocks / resident)
+        waves = blocks * splits / resident
+        return math.ceil(waves) / splits * (1 + SPLIT_OVERHEAD * waves)
 
     best = min(range(1, limit + 1), key=cost)
     # Splitting must pay for its second kernel.
     return best if cost(best) < 0.9 * cost(1) else 1
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Backward
 
 
@@ -397,7 +434,8 @@ def backward(
     wrt
         The inputs whose gradients are wanted, any non-empty subset of ``q1 k1 q2 k2``.
     strategy
-        ``"fused"``: one kernel gives dQ and dK of a side where both are wanted. ``"separate"``: a kernel each.
+        ``"fused"``: one kernel gives dQ and dK of a side where both are wanted. ``"separate"``: a
+        kernel each.
         ``"auto"``: the faster one.
     deterministic
         Only kernels whose sums have a fixed order.
@@ -420,7 +458,16 @@ def _backward(
     choice: _Override,
 ) -> BackwardPlan:
     sides = tuple(
-        _side(problem, device, side, f"q{side}" in wrt, f"k{side}" in wrt, strategy, deterministic, choice)
+        _side(
+            problem,
+            device,
+            side,
+            f"q{side}" in wrt,
+            f"k{side}" in wrt,
+            strategy,
+            deterministic,
+            choice,
+        )
         for side in (2, 1)
         if f"q{side}" in wrt or f"k{side}" in wrt
     )
@@ -430,10 +477,11 @@ def _backward(
     dims = f"d{bucket(problem.head_dim1)}x{bucket(problem.head_dim2)}"
     parts = [
         f"{'fused' if side.fused else 'separate'}{side.side}"
-        + ("" if side.fused else ("_dq" if side.dq else "") + ("_dk" if side.dk else ""))
+        f"{'_dq' if f'q{side.side}' in wrt else ''}{'_dk' if f'k{side.side}' in wrt else ''}"
         for side in sides
     ]
-    name = f"backward_{'_'.join(parts)}_sm80_{ELEMENTS[problem.dtype]}_{dims}{'' if problem.aligned else '_guarded'}"
+    guarded = "" if problem.aligned else "_guarded"
+    name = f"backward_{'_'.join(parts)}_sm80_{ELEMENTS[problem.dtype]}_{dims}{guarded}"
     return BackwardPlan(name, device.arch, sides, max_dkl_offset, scratch_offset, workspace)
 
 
@@ -452,12 +500,16 @@ def _side(
     heads = problem.batch * problem.num_heads
     key_heads = problem.batch * (problem.num_key_heads1 if side == 1 else problem.num_key_heads2)
 
-    def kernel(name: str, num_rows: int, num_heads: int) -> tuple[KernelPlan | None, int]:
+    def kernel(
+        name: str, num_rows: int, num_heads: int, has_dk: bool = True
+    ) -> tuple[KernelPlan | None, int]:
         tile = choice.backward_tile or backward_tile(name, dim1, dim2, side, device)
         num_blocks = _ceil_div(num_rows, tile.stationary_rows)
         if num_blocks * num_heads == 0:
             return None, 0
-        template = backward_template(name, problem.dtype, side, dim1, dim2, tile, problem.aligned)
+        template = backward_template(
+            name, problem.dtype, side, dim1, dim2, tile, problem.aligned, has_dk
+        )
         smem = tile.shared_memory(name, dim1, dim2)
         return KernelPlan(name, template, num_blocks * num_heads, tile.threads, smem), num_blocks
 
@@ -466,30 +518,50 @@ def _side(
     if problem.num_rows > 0:
         grid = _ceil_div(problem.num_rows, PREPARE_THREADS)
         prepare = KernelPlan("backward_prepare", (("kSide", side),), grid, PREPARE_THREADS, 0)
-    is_empty = problem.num_rows == 0 or problem.num_keys == 0
-    if wants_dq and wants_dk and not is_empty and use_fused(problem, device, strategy, deterministic):
-        fused, key_blocks = kernel("backward_fused_sm80", problem.num_keys, key_heads)
-        row_tiles = _ceil_div(problem.num_queries, 16)
-        scratch = heads * row_tiles * 16 * trained * FLOAT_BYTES
-        grid = heads * _ceil_div(row_tiles * trained // 8 * 32, FINISH_THREADS)
-        template: Template = (("Element", ELEMENTS[problem.dtype]), ("kHeadDim", trained))
-        finish = KernelPlan("backward_finish", template, grid, FINISH_THREADS, 0)
-    else:
-        if wants_dq:
-            dq, dq_blocks = kernel("backward_dq_sm80", problem.num_queries, heads)
-        if wants_dk:
-            dk, key_blocks = kernel("backward_dk_sm80", problem.num_keys, key_heads)
+    if wants_dq:
+        dq, dq_blocks = kernel("backward_dq_sm80", problem.num_queries, heads)
+    if wants_dk:
+        dk, key_blocks = kernel("backward_dk_sm80", problem.num_keys, key_heads)
+    if wants_dq and not deterministic and problem.num_rows > 0 and problem.num_keys > 0:
+        candidate, fused_blocks = kernel(
+            "backward_fused_sm80", problem.num_keys, key_heads, has_dk=wants_dk
+        )
+        if use_fused(strategy, device, candidate, dq, dk):
+            fused, key_blocks, dq, dk, dq_blocks = candidate, fused_blocks, None, None, 0
+            row_tiles = _ceil_div(problem.num_queries, 16)
+            scratch = heads * row_tiles * 16 * trained * FLOAT_BYTES
+            grid = heads * _ceil_div(row_tiles * trained // 8 * 32, FINISH_THREADS)
+            template: Template = (("Element", ELEMENTS[problem.dtype]), ("kHeadDim", trained))
+            finish = KernelPlan("backward_finish", template, grid, FINISH_THREADS, 0)
     return SidePlan(side, prepare, fused, finish, dq, dk, dq_blocks, key_blocks, scratch)
 
 
-def use_fused(problem: Problem, device: DeviceFacts, strategy: str, deterministic: bool) -> bool:
-    """Whether one kernel gives both gradients of a side."""
-    if deterministic or strategy == "separate":
+def use_fused(
+    strategy: str,
+    device: DeviceFacts,
+    fused: KernelPlan | None,
+    dq: KernelPlan | None,
+    dk: KernelPlan | None,
+) -> bool:
+    """Whether the fused kernel takes the place of the separate ones.
+
+    Where both gradients are wanted it does four products instead of six and wins whenever its
+    blocks of keys fill the card. Where only dQ is wanted it wins only if there are too few blocks
+    of queries to fill the card.
+    """
+    if fused is None or strategy == "separate":
         return False
-    return True
+    if strategy == "fused" and dk is not None:
+        return True
+    fills = fused.grid >= device.num_sms
+    if dk is not None:
+        return fills
+    return fills and dq is not None and 2 * dq.grid < device.num_sms
 
 
-def backward_tile(kernel: str, dim1: int, dim2: int, side: int, device: DeviceFacts) -> BackwardTile:
+def backward_tile(
+    kernel: str, dim1: int, dim2: int, side: int, device: DeviceFacts
+) -> BackwardTile:
     """Choose the tile of a kernel and a pair of buckets; see `backward_tiles`."""
     tiles = backward_tiles(kernel, dim1, dim2, side)
     sizes = [tile.shared_memory(kernel, dim1, dim2) + STATIC_BYTES for tile in tiles]
@@ -497,27 +569,62 @@ def backward_tile(kernel: str, dim1: int, dim2: int, side: int, device: DeviceFa
 
 
 def backward_tiles(kernel: str, dim1: int, dim2: int, side: int) -> tuple[BackwardTile, ...]:
-    """Tiles for a pair of buckets, the fastest first: as many rows a warp as its accumulators leave registers for."""
+    """Tiles for a pair of buckets, the fastest first.
+
+    As many rows a warp as its accumulators leave registers for.
+    """
     trained = dim1 if side == 1 else dim2
-    large = (BackwardTile(2, 4, 64, 64, 2),) if trained <= 64 and dim1 + dim2 <= 128 else ()
+    large = (BackwardTile(2, 4, 48, 48, 2),) if trained <= 64 and dim1 + dim2 <= 128 else ()
     medium = (BackwardTile(2, 4, 32, 32, 2),) if trained <= 128 else ()
-    return (*large, *medium, BackwardTile(1, 4, 32, 32, 2), BackwardTile(1, 4, 16, 16, 2), BackwardTile(1, 2, 16, 16, 2))
+    # Twice the keys halve the sums that the fused kernel adds to global memory.
+    wide = (
+        (BackwardTile(1, 8, 32, 32, 2),)
+        if kernel == "backward_fused_sm80" and trained > 128
+        else ()
+    )
+    return (
+        *large,
+        *medium,
+        *wide,
+        BackwardTile(1, 4, 32, 32, 2),
+        BackwardTile(1, 4, 16, 16, 2),
+        BackwardTile(1, 2, 16, 16, 2),
+    )
 
 
-def _best_that_fits(kernel: str, dims: tuple[int, int], tiles: tuple[Tile, ...], sizes: list[int], device: DeviceFacts) -> Tile:
-    """The tile that keeps the most stationary rows on a multiprocessor, at most two blocks of it; the first of equals.
+def _best_that_fits(
+    kernel: str,
+    dims: tuple[int, int],
+    tiles: tuple[Tile, ...],
+    sizes: list[int],
+    device: DeviceFacts,
+) -> Tile:
+    """The tile that keeps the most stationary rows on a multiprocessor; the first of equals.
 
-    Two blocks hide each other's waits, and rows share what is streamed past them.
+    Two blocks hide each other's waits (more are not counted), and rows share what is streamed past
+    them.
     """
     limit = device.shared_memory_per_block
     fitting = {tile: size for tile, size in zip(tiles, sizes, strict=True) if size <= limit}
     if not fitting:
-        raise PlanError(f"{kernel}: no tile for head dims {dims} fits {limit} bytes of shared memory")
-    return max(fitting, key=lambda tile: min(2, (limit + RESERVED_BYTES) // (fitting[tile] + RESERVED_BYTES)) * tile.stationary_rows)
+        raise PlanError(f"{kernel}: no tile for head dims {dims} fits {limit} bytes of memory")
+
+    def resident_rows(tile: Tile) -> int:
+        num_blocks = (limit + RESERVED_BYTES) // (fitting[tile] + RESERVED_BYTES)
+        return min(2, num_blocks) * tile.stationary_rows
+
+    return max(fitting, key=resident_rows)
 
 
 def backward_template(
-    kernel: str, dtype: str, side: int, dim1: int, dim2: int, tile: BackwardTile, aligned: bool
+    kernel: str,
+    dtype: str,
+    side: int,
+    dim1: int,
+    dim2: int,
+    tile: BackwardTile,
+    aligned: bool,
+    has_dk: bool = True,
 ) -> Template:
     """Template arguments of a backward kernel."""
     head: Template = (
@@ -530,12 +637,18 @@ def backward_template(
     )
     tail: Template = (("kNumStages", tile.num_stages), ("kIsAligned", aligned))
     if kernel == "backward_fused_sm80":
-        return (*head, ("kBlockQ", tile.block_cols), *tail)
+        stages, is_aligned = tail
+        return (*head, ("kBlockQ", tile.block_cols), stages, ("kHasDk", has_dk), is_aligned)
     streamed = "K" if kernel == "backward_dq_sm80" else "Q"
-    return (*head, (f"kBlock{streamed}", tile.block_cols), (f"kChunk{streamed}", tile.chunk_cols), *tail)
+    return (
+        *head,
+        (f"kBlock{streamed}", tile.block_cols),
+        (f"kChunk{streamed}", tile.chunk_cols),
+        *tail,
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # What exists
 
 
@@ -550,16 +663,16 @@ Specialisation: TypeAlias = tuple[str, Template]
 
 
 def specialisations(arch: str) -> tuple[Specialisation, ...]:
-    """Every kernel and template arguments that a plan can return on a card of this architecture, each once."""
-    pairs = [(dim1, dim2) for dim1 in BUCKETS for dim2 in BUCKETS]
+    """Every kernel and template arguments that a plan can return on a card of this architecture,
+    each once.""" pairs = [(dim1, dim2) for dim1 in BUCKETS for dim2 in BUCKETS]
     return _specialisations(arch, pairs)
 
 
 def declared(arch: str) -> tuple[Specialisation, ...]:
     """The specialisations that the tests compile.
 
-    For sm_80 and sm_90a every kernel, dtype, side and equal pair of head dims and the unequal pairs that the
-    benchmarks name; for others a sample of all, the same every time.
+    For sm_80 and sm_90a every kernel, dtype, side and equal pair of head dims and the unequal pairs
+    that the benchmarks name; for others a sample of all, the same every time.
     """
     if arch in FULLY_DECLARED:
         pairs = [(dim, dim) for dim in BUCKETS] + list(UNEQUAL_PAIRS)
@@ -584,8 +697,11 @@ def _specialisations(arch: str, pairs: list[tuple[int, int]]) -> tuple[Specialis
                 for kernel in BACKWARD_KERNELS:
                     for side in (1, 2):
                         cut = backward_tile(kernel, dim1, dim2, side, device)
-                        template = backward_template(kernel, dtype, side, dim1, dim2, cut, aligned)
-                        found[kernel, template] = None
+                        for has_dk in (True, False) if kernel == "backward_fused_sm80" else (True,):
+                            template = backward_template(
+                                kernel, dtype, side, dim1, dim2, cut, aligned, has_dk
+                            )
+                            found[kernel, template] = None
     return tuple(found)
 
 

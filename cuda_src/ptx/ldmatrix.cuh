@@ -1,4 +1,5 @@
-// ldmatrix: four 8x8 matrices of 16-bit elements from shared memory, lane i giving the address of row i % 8 of matrix i / 8.
+// ldmatrix: four 8x8 matrices of 16-bit elements from shared memory, lane i giving the address of
+// row i % 8 of matrix i / 8.
 #pragma once
 #include "../base.cuh"
 

@@ -7,7 +7,8 @@ SKL_DEVICE uint32 shared_address(const void* pointer) {
 }
 
 SKL_DEVICE void store_shared_128(uint32 address, const uint32 (&v)[4]) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v[0]), "r"(v[1]),
+                 "r"(v[2]), "r"(v[3])
                  : "memory");
 }
 
@@ -18,7 +19,8 @@ SKL_DEVICE void store_shared_32(uint32 address, uint32 v) {
 // Adds four neighbouring floats to global memory, in an order among blocks that is not fixed.
 SKL_DEVICE void reduce_add_global(float* address, float a, float b, float c, float d) {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(a), "f"(b), "f"(c), "f"(d)
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(a), "f"(b),
+                 "f"(c), "f"(d)
                  : "memory");
 #else
     asm volatile("red.global.add.f32 [%0], %1;" ::"l"(address), "f"(a) : "memory");

@@ -4,16 +4,17 @@
 
 // d[0..1] belong to the thread's first row, d[2..3] to the row eight below.
 template <class Element>
-SKL_DEVICE void mma_m16n8k16(float& d0, float& d1, float& d2, float& d3, const uint32 (&a)[4], uint32 b0, uint32 b1) {
+SKL_DEVICE void mma_m16n8k16(float& d0, float& d1, float& d2, float& d3, const uint32 (&a)[4],
+                             uint32 b0, uint32 b1) {
     if constexpr (is_same<Element, bf16>) {
-        asm(
-            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, "
+            "%7}, {%8, %9}, "
             "{%0, %1, %2, %3};"
             : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
     } else {
-        asm(
-            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+            "{%8, %9}, "
             "{%0, %1, %2, %3};"
             : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
