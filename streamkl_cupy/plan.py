@@ -663,8 +663,8 @@ Specialisation: TypeAlias = tuple[str, Template]
 
 
 def specialisations(arch: str) -> tuple[Specialisation, ...]:
-    """Every kernel and template arguments that a plan can return on a card of this architecture,
-    each once.""" pairs = [(dim1, dim2) for dim1 in BUCKETS for dim2 in BUCKETS]
+    """Everything that a plan can return on a card of this architecture, each once."""
+    pairs = [(dim1, dim2) for dim1 in BUCKETS for dim2 in BUCKETS]
     return _specialisations(arch, pairs)
 
 
