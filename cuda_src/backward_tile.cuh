@@ -24,8 +24,9 @@ struct BackwardTile {
 };
 
 // What belongs to the query rows of a tile.
+// Aligned, so that the tiles of the next stage are: their addresses are permuted by exclusive or.
 template <int kBlockQ>
-struct RowsOfTile {
+struct alignas(128) RowsOfTile {
     RowStatistics statistics[kBlockQ];
     float dkl[kBlockQ];
 };

@@ -24,6 +24,7 @@ STATE_FIELDS = 5  # m1 l1 m2 l2 acc
 FLOAT_BYTES = 4
 ROW_STATISTICS_BYTES = 16
 WORKSPACE_ALIGNMENT = 256
+TILE_ALIGNMENT = 128
 # What reduce_splits and backward_prepare/finish are compiled for.
 REDUCE_ROWS_PER_BLOCK = 4
 PREPARE_THREADS = 256
@@ -158,13 +159,15 @@ class BackwardTile:
 
     def shared_memory(self, kernel: str, dim1: int, dim2: int) -> int:
         pair = (dim1 + dim2) * 2
-        rows = ROW_STATISTICS_BYTES + FLOAT_BYTES  # statistics and dkl of a query
+        tiles = self.stationary_rows * pair + self.num_stages * self.block_cols * pair
+        # Statistics and dkl of the queries of a tile.
+        row = ROW_STATISTICS_BYTES + FLOAT_BYTES
         if kernel == "backward_dq_sm80":
-            return self.stationary_rows * (pair + rows) + self.num_stages * self.block_cols * pair
-        total = self.stationary_rows * pair + self.num_stages * self.block_cols * (pair + rows)
+            return tiles + _round_up(self.stationary_rows * row, TILE_ALIGNMENT)
+        total = tiles + self.num_stages * _round_up(self.block_cols * row, TILE_ALIGNMENT)
         if kernel == "backward_fused_sm80":
             # The tile of dS^T.
-            total += self.stationary_rows * _ceil_div(self.block_cols, 32) * 32 * 2
+            total += self.stationary_rows * _round_up(self.block_cols, 32) * 2
         return total
 
 
@@ -471,7 +474,7 @@ def _backward(
         for side in (2, 1)
         if f"q{side}" in wrt or f"k{side}" in wrt
     )
-    max_dkl_offset = _aligned(ROW_STATISTICS_BYTES * problem.num_rows)
+    max_dkl_offset = _round_up(ROW_STATISTICS_BYTES * problem.num_rows, WORKSPACE_ALIGNMENT)
     scratch_offset = max_dkl_offset + (WORKSPACE_ALIGNMENT if problem.dtype == "float16" else 0)
     workspace = scratch_offset + max(side.scratch_bytes for side in sides)
     dims = f"d{bucket(problem.head_dim1)}x{bucket(problem.head_dim2)}"
@@ -576,17 +579,11 @@ def backward_tiles(kernel: str, dim1: int, dim2: int, side: int) -> tuple[Backwa
     trained = dim1 if side == 1 else dim2
     large = (BackwardTile(2, 4, 48, 48, 2),) if trained <= 64 and dim1 + dim2 <= 128 else ()
     medium = (BackwardTile(2, 4, 32, 32, 2),) if trained <= 128 else ()
-    # Twice the keys halve the sums that the fused kernel adds to global memory.
-    wide = (
-        (BackwardTile(1, 8, 32, 32, 2),)
-        if kernel == "backward_fused_sm80" and trained > 128
-        else ()
-    )
     return (
         *large,
         *medium,
-        *wide,
         BackwardTile(1, 4, 32, 32, 2),
+        BackwardTile(1, 8, 32, 32, 2),
         BackwardTile(1, 4, 16, 16, 2),
         BackwardTile(1, 2, 16, 16, 2),
     )
@@ -714,5 +711,5 @@ def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _aligned(size: int) -> int:
-    return _ceil_div(size, WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+def _round_up(size: int, step: int) -> int:
+    return _ceil_div(size, step) * step
