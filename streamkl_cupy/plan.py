@@ -578,7 +578,7 @@ def backward_tiles(kernel: str, dim1: int, dim2: int, side: int) -> tuple[Backwa
     """
     trained = dim1 if side == 1 else dim2
     large = (BackwardTile(2, 4, 48, 48, 2),) if trained <= 64 and dim1 + dim2 <= 128 else ()
-    medium = (BackwardTile(2, 4, 32, 32, 2),) if trained <= 128 else ()
+    medium = (BackwardTile(2, 4, 32, 32, 2),) if trained <= 128 and dim1 + dim2 <= 256 else ()
     return (
         *large,
         *medium,
@@ -662,7 +662,7 @@ Specialisation: TypeAlias = tuple[str, Template]
 def specialisations(arch: str) -> tuple[Specialisation, ...]:
     """Everything that a plan can return on a card of this architecture, each once."""
     pairs = [(dim1, dim2) for dim1 in BUCKETS for dim2 in BUCKETS]
-    return _specialisations(arch, pairs)
+    return _specialisations(arch, pairs, without_dk=pairs)
 
 
 def declared(arch: str) -> tuple[Specialisation, ...]:
@@ -673,12 +673,15 @@ def declared(arch: str) -> tuple[Specialisation, ...]:
     """
     if arch in FULLY_DECLARED:
         pairs = [(dim, dim) for dim in BUCKETS] + list(UNEQUAL_PAIRS)
-        return tuple(s for s in _specialisations(arch, pairs) if ("kIsAligned", False) not in s[1])
+        found = _specialisations(arch, pairs, without_dk=[(128, 128)])
+        return tuple(one for one in found if ("kIsAligned", False) not in one[1])
     everything = specialisations(arch)
     return tuple(random.Random(arch).sample(everything, min(SAMPLE_SIZE, len(everything))))
 
 
-def _specialisations(arch: str, pairs: list[tuple[int, int]]) -> tuple[Specialisation, ...]:
+def _specialisations(
+    arch: str, pairs: list[tuple[int, int]], without_dk: list[tuple[int, int]]
+) -> tuple[Specialisation, ...]:
     device = device_facts(arch)
     found: dict[Specialisation, None] = {("reduce_splits", ()): None}
     for side in (1, 2):
@@ -694,7 +697,8 @@ def _specialisations(arch: str, pairs: list[tuple[int, int]]) -> tuple[Specialis
                 for kernel in BACKWARD_KERNELS:
                     for side in (1, 2):
                         cut = backward_tile(kernel, dim1, dim2, side, device)
-                        for has_dk in (True, False) if kernel == "backward_fused_sm80" else (True,):
+                        only_dq = kernel == "backward_fused_sm80" and (dim1, dim2) in without_dk
+                        for has_dk in (True, False) if only_dq else (True,):
                             template = backward_template(
                                 kernel, dtype, side, dim1, dim2, cut, aligned, has_dk
                             )
