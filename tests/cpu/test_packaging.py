@@ -45,7 +45,7 @@ def run(*command: str | Path, cwd: Path, path: Path | str = "") -> str:
     return done.stdout
 
 
-def probe(python: str | Path, *, cwd: Path, path: Path | str) -> dict[str, str]:
+def probe(python: str | Path, *, cwd: Path, path: Path | str = "") -> dict[str, str]:
     answer: dict[str, str] = json.loads(run(python, "-c", PROBE, cwd=cwd, path=path))
     return answer
 
@@ -153,11 +153,15 @@ def test_an_editable_install_finds_the_sources_of_the_checkout(
 ) -> None:
     venv.create(tmp_path / "venv", with_pip=False)
     python = tmp_path / "venv" / "bin" / "python"
+    # Build backend and dependencies come from the environment that runs the tests. Path files are
+    # read in the order of their names: the editable install is found before one in there.
+    (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    here = {sysconfig.get_path("purelib"), *site.getsitepackages()}
+    (packages / "zz_dependencies.pth").write_text("\n".join(here) + "\n")
     pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps")
-    # The build backend comes from the environment that runs the tests, as do the dependencies.
-    here = os.pathsep.join({sysconfig.get_path("purelib"), *site.getsitepackages()})
-    run(*pip, "--no-index", "--no-build-isolation", "-e", ROOT, cwd=tmp_path, path=here)
-    answer = probe(python, cwd=tmp_path, path=here)
+    # An installation there would count as the one to replace.
+    run(*pip, "--ignore-installed", "--no-index", "--no-build-isolation", "-e", ROOT, cwd=tmp_path)
+    answer = probe(python, cwd=tmp_path)
     assert Path(answer["package"]) == ROOT / "streamkl_cupy"
     assert Path(answer["sources"]) == ROOT / "cuda_src"
     assert answer["digest"] == checkout_digest
