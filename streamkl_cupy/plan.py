@@ -579,10 +579,13 @@ def backward_tiles(kernel: str, dim1: int, dim2: int, side: int) -> tuple[Backwa
     trained = dim1 if side == 1 else dim2
     large = (BackwardTile(2, 4, 48, 48, 2),) if trained <= 64 and dim1 + dim2 <= 128 else ()
     medium = (BackwardTile(2, 4, 32, 32, 2),) if trained <= 128 and dim1 + dim2 <= 256 else ()
+    # The fused kernel's dQ needs registers, too, and more of them in fewer warps.
+    crowded = kernel == "backward_fused_sm80" and trained > 192
+    small = () if crowded else (BackwardTile(1, 4, 32, 32, 2),)
     return (
         *large,
         *medium,
-        BackwardTile(1, 4, 32, 32, 2),
+        *small,
         BackwardTile(1, 8, 32, 32, 2),
         BackwardTile(1, 4, 16, 16, 2),
         BackwardTile(1, 2, 16, 16, 2),
