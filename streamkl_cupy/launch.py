@@ -85,7 +85,8 @@ def device_facts(device_index: int) -> DeviceFacts:
         name = cupy.cuda.runtime.getDeviceProperties(device_index)["name"].decode()
         raise RuntimeError(
             f"device: expected compute capability 8.0 or higher; got {name} with "
-            f"{capability[:-1]}.{capability[-1]}. Pass arrays on the CPU to compute with the float64 reference instead"
+            f"{capability[:-1]}.{capability[-1]}. Pass arrays on the CPU to compute with the "
+            "float64 reference instead"
         )
     # Only sm_90 has instructions of its own that kernels use.
     arch = f"sm_{capability}{'a' if capability == '90' else ''}"
