@@ -157,7 +157,10 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     float row_factor[kLines];
     SKL_UNROLL
     for (int line = 0; line < kLines; ++line) {
-        const float dkl = rows.dkl[first_row - first_query + row_of_line(line)];
+        const int query = first_row + row_of_line(line);
+        // A row without keys has a zero gradient, whatever dkl is.
+        const float dkl =
+            range.begin(query) < range.end(query) ? rows.dkl[query - first_query] : 0.f;
         row_factor[line] = dkl * (params.gradient_scale * gradient_unit<kSide> / factor);
     }
     store_gradient<Element>(

@@ -20,6 +20,9 @@ struct alignas(16) RowStatistics {
 // A row that takes no part: every probability is zero.
 SKL_HOST_DEVICE RowStatistics no_row() { return {1e30f, 0.f, 1e30f, 0.f}; }
 
+// Relative rounding error of the shift: a sum, a quotient and three products of float32.
+inline constexpr float kBracketNoise = 4.76837158203125e-7f;  // 2^-21
+
 // In units of 1 (side 2) or ln 2 (side 1); gradient_unit puts that right at the end.
 template <int kSide>
 SKL_HOST_DEVICE float logit_gradient(float x1, float x2, const RowStatistics& row, float scale1,
@@ -27,9 +30,10 @@ SKL_HOST_DEVICE float logit_gradient(float x1, float x2, const RowStatistics& ro
     const float y1 = fma(x1, scale1, -row.exponent1), y2 = fma(x2, scale2, -row.exponent2);
     const float p1 = fast_exp2(y1 - row.fraction1);
     if constexpr (kSide == 2) return fast_exp2(y2 - row.last) - p1;
-    // A probability of zero has no gradient, also where its logit is so low that the bracket has no
-    // meaning.
-    return p1 * ((y1 - y2) - row.last);
+    // Where P1 is all on one key the bracket is zero, a difference of two numbers of the size of
+    // kl. What float32 leaves of it is rounding, and |s1 - s2| may be 1e5 times what it should be.
+    const float bracket = (y1 - y2) - row.last;
+    return p1 * (fabs(bracket) < kBracketNoise * fabs(row.last) ? 0.f : bracket);
 }
 template <int kSide>
 inline constexpr float gradient_unit = kSide == 2 ? 1.f : kLn2;

@@ -26,7 +26,9 @@ SKL_DEVICE void write_row(const ForwardParams& params, int batch_idx, int head_i
     const int64 at =
         batch_idx * rows.batch_stride + head_idx * rows.head_stride + query_idx * rows.row_stride;
     const RowResult result = finish(state);
-    params.kl[at] = result.kl;
+    // Over one key both distributions are 1, and the rounding of 2^y has no place in their KL.
+    const bool has_one_key = params.range.end(query_idx) - params.range.begin(query_idx) == 1;
+    params.kl[at] = has_one_key ? 0.f * result.kl : result.kl;
     if (params.lse1 != nullptr) {
         params.lse1[at] = result.lse1.high;
         params.lse2[at] = result.lse2.high;

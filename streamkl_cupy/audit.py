@@ -56,7 +56,8 @@ def error(x: Any, ref: Any) -> float:
     Returns
     -------
     float
-        ``norm(x - ref) / norm(ref)``, or ``norm(x - ref)`` where ``norm(ref)`` is 0.
+        ``norm(x - ref) / norm(ref)``. Where ``norm(ref)`` is 0 there is nothing to be relative to,
+        and it is the root mean square of ``x``, which like the ratio does not grow with the size.
 
     Raises
     ------
@@ -79,7 +80,7 @@ def error(x: Any, ref: Any) -> float:
         return math.inf
     size = float(np.linalg.norm(expected))
     difference = float(np.linalg.norm(got - expected))
-    return difference / size if size > 0 else difference
+    return difference / (size if size > 0 else math.sqrt(max(1, expected.size)))
 
 
 def nonfinite_rows(name: str, x: Any) -> Array:

@@ -620,10 +620,13 @@ def _key(digest: str, expression: str, arch: str, compiler: str) -> str:
 
 
 def _compile(directory: Path, kernel: str, expression: str, arch: str, compiler: str) -> _Compiled:
-    try:
-        from cuda.core import Program, ProgramOptions
-    except ImportError as error:
-        raise ImportError(f"cuda.core is needed to compile the kernels: {_INSTALL}") from error
+    # cuda.core puts its modules together while it is imported; a second thread would find it half
+    # done.
+    with _lock("cuda.core"):
+        try:
+            from cuda.core import Program, ProgramOptions
+        except ImportError as error:
+            raise ImportError(f"cuda.core is needed to compile the kernels: {_INSTALL}") from error
     source = directory / f"{kernel}.cu"
     if not source.is_file():
         raise ValueError(

@@ -44,8 +44,9 @@ class TestError:
     def test_is_relative_in_the_two_norm(self) -> None:
         assert audit.error([3.0, 4.5], [3.0, 4.0]) == pytest.approx(0.1)
 
-    def test_is_absolute_where_the_reference_is_zero(self) -> None:
-        assert audit.error([0.0, 0.25], [0.0, 0.0]) == 0.25
+    def test_is_the_root_mean_square_where_the_reference_is_zero(self) -> None:
+        assert audit.error([0.0, 0.25], [0.0, 0.0]) == pytest.approx(0.25 / math.sqrt(2))
+        assert audit.error([], []) == 0.0
 
     def test_leaves_out_what_is_not_finite_in_the_reference(self) -> None:
         assert audit.error([-np.inf, 5.5], [-np.inf, 5.0]) == pytest.approx(0.1)

@@ -31,8 +31,8 @@ def test_error_is_relative_to_the_norm_of_the_reference():
     assert compare.error(ref, ref) == 0
 
 
-def test_error_is_absolute_where_the_reference_is_zero():
-    assert compare.error(np.array([3.0, 4.0]), np.zeros(2)) == pytest.approx(5)
+def test_error_is_the_root_mean_square_where_the_reference_is_zero():
+    assert compare.error(np.array([3.0, 4.0]), np.zeros(2)) == pytest.approx(5 / np.sqrt(2))
     assert compare.error(np.zeros((0, 3)), np.zeros((0, 3))) == 0
 
 
