@@ -48,6 +48,8 @@ def forward(options: argparse.Namespace, say: Say) -> Report:
     for workload in workloads.masks(base, options.causal):
         case = Case(workload)
         entries = [ours.forward_entry(case), *peers.forward_entries(names, case)]
+        if ours.kernel_names(ours.forward_plan(case)) != "forward_sm80":
+            entries.insert(1, ours.portable_forward_entry(case))
         rows += _timed(_mask(workload), workload, entries, options, say, yardstick="cublas")
     return Report(
         name="forward",
@@ -103,14 +105,16 @@ def small_q(options: argparse.Namespace, say: Say) -> Report:
         entries = [
             ours.forward_entry(case),
             ours.forward_entry(case, label=", no split", overrides={"num_splits": 1}),
+            ours.unshared_forward_entry(case),
             *peers.forward_entries(names, case),
         ]
         timed = _timed(f"N_Q = {num_queries}", workload, entries, options, say, yardstick="read")
-        if all(row["status"] == "ok" for row in timed[:2]):
-            gain = timed[1]["median_ms"] / timed[0]["median_ms"]
-            timed[0]["split_gain"] = gain
+        if all(row["status"] == "ok" for row in timed[:3]):
+            gain, whole_gain = (row["median_ms"] / timed[0]["median_ms"] for row in timed[1:3])
+            timed[0]["split_gain"], timed[0]["sharing_gain"] = gain, whole_gain
             notes.append(
-                f"N_Q = {num_queries}: {gain:.1f} times as fast with split keys as without."
+                f"N_Q = {num_queries}: {gain:.1f} times as fast as with one block a row of tiles, "
+                f"{whole_gain:.1f} times as fast as with keys shared by neither blocks nor warps."
             )
         rows += timed
     return Report(

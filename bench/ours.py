@@ -56,6 +56,20 @@ def kernel_names(chosen: Any) -> str:
     return " + ".join(name for name in names if name not in helpers)
 
 
+def portable_forward_entry(case: Case) -> Entry:
+    """The portable kernel, which a card may have a faster one than."""
+    return forward_entry(case, overrides={"forward_kernel": "forward_sm80"})
+
+
+def unshared_forward_entry(case: Case) -> Entry:
+    """The tile of many queries, and no keys split: neither among blocks nor among warps."""
+    facts = launch.device_facts(case.q1.device.index or 0)
+    dims = plan.bucket(case.workload.head_dim1), plan.bucket(case.workload.head_dim2)
+    tile = plan.forward_tile(*dims, plan.FEW_QUERIES + 1, facts)
+    overrides = {"num_splits": 1, "forward_tile": tile}
+    return forward_entry(case, label=", keys not shared", overrides=overrides)
+
+
 def forward_state(case: Case) -> skl.KLState:
     """One call of the forward."""
     return skl.attention_kl(*case.inputs, causal=case.workload.causal, return_state=True)

@@ -64,25 +64,6 @@ struct ForwardTraits {
                         StationaryShared<kHeadDim, kRowTiles>>::Type;
 };
 
-// Replaces the logits of keys that a row may not see. first_key is the key of column 0.
-template <int kLines, int kElements>
-SKL_DEVICE void mask_scores(float (&s1)[kLines][kElements], float (&s2)[kLines][kElements],
-                            const KeyRange& range, int first_row, int first_key,
-                            float masked_logit1, float masked_logit2) {
-    SKL_UNROLL
-    for (int line = 0; line < kLines; ++line) {
-        const int query = first_row + row_of_line(line);
-        SKL_UNROLL
-        for (int e = 0; e < kElements; ++e) {
-            const int key = first_key + col_of_element(e);
-            if (key < range.begin(query) || key >= range.end(query)) {
-                s1[line][e] = masked_logit1;
-                s2[line][e] = masked_logit2;
-            }
-        }
-    }
-}
-
 template <class Element, int kHeadDim1, int kHeadDim2, int kRowTiles, int kNumWarpsQ,
           int kNumWarpsK, int kBlockK, int kChunkK, int kNumStages, bool kQueriesInRegisters,
           bool kIsAligned>
@@ -95,12 +76,8 @@ __global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ* kNum
     const uint32 sQ1 = shared_address(smem), sQ2 = sQ1 + Traits::kQ1Bytes;
     const uint32 sRing = sQ1 + Traits::kRingOffset;
 
-    const int split_idx = blockIdx.x % params.num_splits, tile_idx = blockIdx.x / params.num_splits;
-    const int head_of_batch = tile_idx / params.num_query_tiles;
-    const int query_tile = params.num_query_tiles - 1 - tile_idx % params.num_query_tiles;
-    const int batch_idx = head_of_batch / params.num_heads,
-              head_idx = head_of_batch % params.num_heads;
-    const int first_query = query_tile * Traits::kBlockQ;
+    const auto [split_idx, head_of_batch, batch_idx, head_idx, first_query] =
+        forward_block(params, blockIdx.x, Traits::kBlockQ);
     const int warp_q = warp_id() % kNumWarpsQ, warp_k = warp_id() / kNumWarpsQ;
     const int first_row = first_query + warp_q * Traits::kRowsPerWarp;
     const KeyRange& range = params.range;

@@ -5,6 +5,22 @@
 #include "key_range.cuh"
 #include "params.cuh"
 
+// What a block of the forward works on.
+struct ForwardBlock {
+    int split_idx, head_of_batch, batch_idx, head_idx, first_query;
+};
+
+// Splits of a tile of queries are neighbours, then come the tiles of a head, the last and (with a
+// causal mask) heaviest first.
+SKL_HOST_DEVICE ForwardBlock forward_block(const ForwardParams& params, int block_idx,
+                                           int block_q) {
+    const int tile_idx = block_idx / params.num_splits;
+    const int head_of_batch = tile_idx / params.num_query_tiles;
+    const int query_tile = params.num_query_tiles - 1 - tile_idx % params.num_query_tiles;
+    return {block_idx % params.num_splits, head_of_batch, head_of_batch / params.num_heads,
+            head_of_batch % params.num_heads, query_tile * block_q};
+}
+
 // The first key tile of a split and the first one behind its last.
 struct TileRange {
     int begin, end;

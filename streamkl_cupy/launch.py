@@ -14,14 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from streamkl_cupy import jit
-from streamkl_cupy.plan import (
-    BackwardPlan,
-    DeviceFacts,
-    ForwardPlan,
-    KernelPlan,
-    SidePlan,
-)
+from streamkl_cupy import jit, tensor_map
+from streamkl_cupy.plan import BackwardPlan, DeviceFacts, ForwardPlan, KernelPlan, SidePlan
 from streamkl_cupy.problem import Problem, Strides, gradient_strides
 
 LOG2_E = 1.4426950408889634
@@ -103,7 +97,7 @@ def forward(
     stream: int,
     device_index: int,
 ) -> None:
-    """Launch the forward: ``forward_sm80``, then ``reduce_splits`` if the keys are split.
+    """Launch the forward, then ``reduce_splits`` if the keys are split.
 
     Parameters
     ----------
@@ -146,7 +140,8 @@ def forward(
         problem.num_rows,
     )
     for kernel in plan.kernels:
-        _launch(kernel, plan.arch, params, stream, device_index)
+        maps = (_maps(problem, pointers, plan),) if kernel.kernel == "forward_sm90" else ()
+        _launch(kernel, plan.arch, (*maps, params), stream, device_index)
 
 
 def backward(
@@ -200,7 +195,7 @@ def backward(
                 problem.num_queries,
                 problem.num_rows,
             )
-            _launch(side.prepare, plan.arch, params, stream, device_index)
+            _launch(side.prepare, plan.arch, (params,), stream, device_index)
         backward_params = functools.partial(
             _backward_params, problem, dkl, pointers, workspace, max_dkl, side
         )
@@ -209,21 +204,23 @@ def backward(
             _launch(
                 side.fused,
                 plan.arch,
-                backward_params(scratch, side.key_blocks),
+                (backward_params(scratch, side.key_blocks),),
                 stream,
                 device_index,
             )
             _launch(
                 side.finish,
                 plan.arch,
-                _finish_params(problem, pointers, scratch, side),
+                (_finish_params(problem, pointers, scratch, side),),
                 stream,
                 device_index,
             )
         if side.dq is not None:
-            _launch(side.dq, plan.arch, backward_params(0, side.dq_blocks), stream, device_index)
+            _launch(side.dq, plan.arch, (backward_params(0, side.dq_blocks),), stream, device_index)
         if side.dk is not None:
-            _launch(side.dk, plan.arch, backward_params(0, side.key_blocks), stream, device_index)
+            _launch(
+                side.dk, plan.arch, (backward_params(0, side.key_blocks),), stream, device_index
+            )
 
 
 def _backward_params(
@@ -277,17 +274,35 @@ def _finish_params(
     )
 
 
-def _launch(kernel: KernelPlan, arch: str, params: bytes, stream: int, device_index: int) -> None:
+def _maps(problem: Problem, pointers: Mapping[str, int], plan: ForwardPlan) -> bytes:
+    """The tensor maps of q1 k1 q2 k2, whose boxes are the tiles of the plan."""
+    queries = problem.batch, problem.num_heads, problem.num_queries
+    keys1 = problem.batch, problem.num_key_heads1, problem.num_keys
+    keys2 = problem.batch, problem.num_key_heads2, problem.num_keys
+    block_q, block_k = plan.tile.stationary_rows, plan.tile.block_k
+    encode, dtype = tensor_map.encode, problem.dtype
+    dim1, dim2 = problem.head_dim1, problem.head_dim2
+    return (
+        encode(pointers["q1"], (*queries, dim1), problem.q1, dtype, block_q)
+        + encode(pointers["k1"], (*keys1, dim1), problem.k1, dtype, block_k)
+        + encode(pointers["q2"], (*queries, dim2), problem.q2, dtype, block_q)
+        + encode(pointers["k2"], (*keys2, dim2), problem.k2, dtype, block_k)
+    )
+
+
+def _launch(
+    kernel: KernelPlan, arch: str, structs: tuple[bytes, ...], stream: int, device_index: int
+) -> None:
     function = jit.function(
         kernel.kernel, kernel.template, arch, device_index, shared_memory=kernel.shared_memory
     )
     # A struct goes by value as an array of one void; a NumPy scalar in its place would crash the
     # process.
-    argument: Any = np.frombuffer(params, dtype=f"V{len(params)}")
+    arguments: Any = tuple(np.frombuffer(one, dtype=f"V{len(one)}") for one in structs)
     function(
         (kernel.grid,),
         (kernel.block,),
-        (argument,),
+        arguments,
         shared_mem=kernel.shared_memory,
         stream=_Stream(stream),
     )

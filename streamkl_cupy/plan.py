@@ -136,6 +136,45 @@ class ForwardTile:
 
 
 @dataclass(frozen=True, slots=True)
+class WarpgroupTile:
+    """How a block of ``forward_sm90`` is cut: template arguments by the names they have there."""
+
+    num_consumers: int
+    block_k: int
+    num_stages: int
+    queries_in_registers: bool
+
+    @property
+    def stationary_rows(self) -> int:
+        return 64 * self.num_consumers
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.num_consumers + 1)
+
+    def fits(self, dim1: int, dim2: int, shared_memory: int) -> bool:
+        if self.shared_memory(dim1, dim2) > shared_memory:
+            return False
+        if not self.queries_in_registers:
+            return True
+        # Queries on their way to registers take one stage a side.
+        row1, row2 = _panel_row_bytes(dim1), _panel_row_bytes(dim2)
+        stage = self.block_k * (row1 + row2)
+        return self.stationary_rows * max(row1, row2) <= stage
+
+    def shared_memory(self, dim1: int, dim2: int) -> int:
+        row = _panel_row_bytes(dim1) + _panel_row_bytes(dim2)
+        queries = 0 if self.queries_in_registers else self.stationary_rows * row
+        barriers = 8 * (2 * self.num_stages + 1)
+        return queries + self.num_stages * self.block_k * row + barriers
+
+
+def _panel_row_bytes(dim: int) -> int:
+    """Of a row in panels of 64 columns."""
+    return _ceil_div(dim, 64) * 128
+
+
+@dataclass(frozen=True, slots=True)
 class BackwardTile:
     """How a block of a backward kernel is cut.
 
@@ -173,11 +212,12 @@ class BackwardTile:
 
 @dataclass(frozen=True, slots=True)
 class ForwardPlan:
-    """The forward: ``forward_sm80``, and ``reduce_splits`` where blocks share a row's keys."""
+    """The forward, and ``reduce_splits`` where blocks share a row's keys."""
 
     name: str
     arch: str
     kernels: tuple[KernelPlan, ...]
+    tile: ForwardTile | WarpgroupTile
     num_query_tiles: int
     num_splits: int
     workspace_bytes: int
@@ -226,7 +266,8 @@ class BackwardPlan:
 @dataclass(frozen=True, slots=True)
 class _Override:
     num_splits: int | None = None
-    forward_tile: ForwardTile | None = None
+    forward_kernel: str | None = None
+    forward_tile: ForwardTile | WarpgroupTile | None = None
     backward_tile: BackwardTile | None = None
 
 
@@ -244,7 +285,9 @@ def override(**choices: Any) -> Iterator[None]:
     ----------
     num_splits : int
         Number of parts the keys are split into in the forward; 1 turns splitting off.
-    forward_tile : ForwardTile
+    forward_kernel : str
+    forward_tile : ForwardTile or WarpgroupTile
+        Of the kernel whose tile it is.
     backward_tile : BackwardTile
 
     Examples
@@ -281,52 +324,128 @@ def forward(problem: Problem, device: DeviceFacts, *, force: str | None = None) 
     device
         The card.
     force
-        The kernel to use, ``"forward_sm80"``; None lets the plan choose.
+        The kernel to use; None lets the plan choose.
 
     Raises
     ------
     PlanError
         ``force`` names no forward kernel, or no tile fits the card.
     """
-    if force not in (None, "forward_sm80"):
+    if force not in (None, "forward_sm80", "forward_sm90"):
         raise PlanError(
-            f'STREAMKL_FORCE: expected "forward_sm80"; got {force!r}. '
+            f'STREAMKL_FORCE: expected "forward_sm80" or "forward_sm90"; got {force!r}. '
             "Unset it to let the plan choose"
         )
-    return _forward(problem, device, _override.get())
+    return _forward(problem, device, force, _override.get())
 
 
 @functools.lru_cache(maxsize=4096)
-def _forward(problem: Problem, device: DeviceFacts, choice: _Override) -> ForwardPlan:
+def _forward(
+    problem: Problem, device: DeviceFacts, force: str | None, choice: _Override
+) -> ForwardPlan:
     dim1, dim2 = bucket(problem.head_dim1), bucket(problem.head_dim2)
-    tile = choice.forward_tile or forward_tile(dim1, dim2, problem.num_queries, device)
+    kernel = force or choice.forward_kernel or forward_kernel(problem, device)
+    if isinstance(choice.forward_tile, WarpgroupTile):
+        kernel = "forward_sm90"
+    elif choice.forward_tile is not None:
+        kernel = "forward_sm80"
+    tile: ForwardTile | WarpgroupTile
+    if kernel == "forward_sm90":
+        if reason := why_not_sm90(problem, device):
+            raise PlanError(f"forward_sm90: {reason}. Unset STREAMKL_FORCE to let the plan choose")
+        wide = choice.forward_tile or warpgroup_tile(dim1, dim2, problem.causal, device)
+        assert isinstance(wide, WarpgroupTile)
+        template, resident, tile = (warpgroup_template(problem.dtype, dim1, dim2, wide), 1, wide)
+    else:
+        narrow = choice.forward_tile or forward_tile(dim1, dim2, problem.num_queries, device)
+        assert isinstance(narrow, ForwardTile)
+        template = forward_template(problem.dtype, dim1, dim2, narrow, problem.aligned)
+        smem = narrow.shared_memory(dim1, dim2)
+        fitting = (device.shared_memory_per_block + RESERVED_BYTES) // (smem + RESERVED_BYTES)
+        resident, tile = max(1, min(narrow.blocks_per_sm, fitting)), narrow
     num_tiles = _ceil_div(problem.num_queries, tile.stationary_rows)
     blocks = problem.batch * problem.num_heads * num_tiles
-    smem = tile.shared_memory(dim1, dim2)
-    max_splits = max(1, problem.num_keys // max(tile.block_k, MIN_KEYS_PER_SPLIT))
     if choice.num_splits is not None:
         num_splits = min(choice.num_splits, max(1, _ceil_div(problem.num_keys, tile.block_k)))
     else:
-        resident = min(
-            tile.blocks_per_sm,
-            (device.shared_memory_per_block + RESERVED_BYTES) // (smem + RESERVED_BYTES),
-        )
-        num_splits = choose_splits(blocks, max_splits, device.num_sms * max(1, resident))
+        max_splits = max(1, problem.num_keys // max(tile.block_k, MIN_KEYS_PER_SPLIT))
+        num_splits = choose_splits(blocks, max_splits, device.num_sms * resident)
     kernels = []
     if blocks > 0:
-        template = forward_template(problem.dtype, dim1, dim2, tile, problem.aligned)
-        kernels.append(
-            KernelPlan("forward_sm80", template, blocks * num_splits, tile.threads, smem)
-        )
+        smem = tile.shared_memory(dim1, dim2)
+        kernels.append(KernelPlan(kernel, template, blocks * num_splits, tile.threads, smem))
         if num_splits > 1:
             grid = _ceil_div(problem.num_rows, REDUCE_ROWS_PER_BLOCK)
             kernels.append(KernelPlan("reduce_splits", (), grid, 32 * REDUCE_ROWS_PER_BLOCK, 0))
     workspace = STATE_FIELDS * FLOAT_BYTES * num_splits * problem.num_rows if num_splits > 1 else 0
     name = (
-        f"forward_sm80_{ELEMENTS[problem.dtype]}_d{dim1}x{dim2}_q{tile.stationary_rows}_k{tile.block_k}_s{tile.num_stages}"
+        f"{kernel}_{ELEMENTS[problem.dtype]}_d{dim1}x{dim2}"
+        f"_q{tile.stationary_rows}_k{tile.block_k}_s{tile.num_stages}"
         f"{'' if problem.aligned else '_guarded'}{f'_split{num_splits}' if num_splits > 1 else ''}"
     )
-    return ForwardPlan(name, device.arch, tuple(kernels), num_tiles, num_splits, workspace)
+    return ForwardPlan(name, device.arch, tuple(kernels), tile, num_tiles, num_splits, workspace)
+
+
+def forward_kernel(problem: Problem, device: DeviceFacts) -> str:
+    """Hopper's kernel where it can run and the queries fill its tiles."""
+    few = problem.num_queries <= FEW_QUERIES
+    return "forward_sm80" if few or why_not_sm90(problem, device) else "forward_sm90"
+
+
+def why_not_sm90(problem: Problem, device: DeviceFacts) -> str:
+    """Why ``forward_sm90`` cannot run; empty if it can."""
+    if device.arch != "sm_90a":
+        return f"expected a card of compute capability 9.0; got {device.arch}"
+    if not problem.aligned:
+        return "expected addresses and strides that are multiples of 16 bytes"
+    sizes = (problem.num_queries, problem.num_keys, problem.num_queries, problem.num_keys)
+    tensors = (problem.q1, problem.k1, problem.q2, problem.k2)
+    if any(size > 1 and tensor.row == 0 for size, tensor in zip(sizes, tensors, strict=True)):
+        return "expected rows that do not all lie at one address"
+    if problem.num_keys == 0:
+        return "expected at least one key"
+    return ""
+
+
+def warpgroup_tile(dim1: int, dim2: int, causal: bool, device: DeviceFacts) -> WarpgroupTile:
+    """Choose the tile of a pair of buckets; see `warpgroup_tiles`."""
+    for tile in warpgroup_tiles(dim1, dim2, causal):
+        if tile.fits(dim1, dim2, device.shared_memory_per_block):
+            return tile
+    raise PlanError(
+        f"forward_sm90: no tile for head dims {dim1} and {dim2} fits "
+        f"{device.shared_memory_per_block} bytes of shared memory"
+    )
+
+
+def warpgroup_tiles(dim1: int, dim2: int, causal: bool) -> Iterator[WarpgroupTile]:
+    """Tiles for a pair of buckets, the fastest first.
+
+    Three consumers of 64 rows, as many stages as fit. Past head dimensions of 256 in all their
+    queries do not fit beside two stages: two consumers, whose queries live in registers.
+    """
+    for stages in (5, 4, 3, 2):
+        yield WarpgroupTile(3, 128, stages, False)
+    if dim1 + dim2 <= 320:
+        yield WarpgroupTile(2, 128, 2, True)
+    if causal:
+        yield WarpgroupTile(2, 64, 3, True)
+    for stages in (3, 2):
+        yield WarpgroupTile(2, 80, stages, True)
+        yield WarpgroupTile(2, 80, stages, False)
+
+
+def warpgroup_template(dtype: str, dim1: int, dim2: int, tile: WarpgroupTile) -> Template:
+    """Template arguments of ``forward_sm90``."""
+    return (
+        ("Element", ELEMENTS[dtype]),
+        ("kHeadDim1", dim1),
+        ("kHeadDim2", dim2),
+        ("kNumConsumers", tile.num_consumers),
+        ("kBlockK", tile.block_k),
+        ("kNumStages", tile.num_stages),
+        ("kQueriesInRegisters", tile.queries_in_registers),
+    )
 
 
 # So many query rows are bound by reading the keys.
@@ -530,7 +649,7 @@ def _side(
             "backward_fused_sm80", problem.num_keys, key_heads, has_dk=wants_dk
         )
         if use_fused(strategy, device, candidate, dq, dk):
-            fused, key_blocks, dq, dk, dq_blocks = candidate, fused_blocks, None, None, 0
+            fused, key_blocks, dq, dk, dq_blocks = (candidate, fused_blocks, None, None, 0)
             row_tiles = _ceil_div(problem.num_queries, 16)
             scratch = heads * row_tiles * 16 * trained * FLOAT_BYTES
             grid = heads * _ceil_div(row_tiles * trained // 8 * 32, FINISH_THREADS)
@@ -697,6 +816,9 @@ def _specialisations(
                 for num_queries in QUERY_CLASSES:
                     tile = forward_tile(dim1, dim2, num_queries, device)
                     found["forward_sm80", forward_template(dtype, dim1, dim2, tile, aligned)] = None
+                for causal in (True, False) if arch == "sm_90a" else ():
+                    wide = warpgroup_tile(dim1, dim2, causal, device)
+                    found["forward_sm90", warpgroup_template(dtype, dim1, dim2, wide)] = None
                 for kernel in BACKWARD_KERNELS:
                     for side in (1, 2):
                         cut = backward_tile(kernel, dim1, dim2, side, device)

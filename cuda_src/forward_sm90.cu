@@ -1,0 +1,219 @@
+// forward_sm90: what forward_sm80 computes, by Hopper's warpgroup products and copy engine.
+//
+//   kl = ln 2 (acc / l1 + log2 l2 - log2 l1)       with {m1 l1 m2 l2 acc} as in kl_state.cuh
+//
+//   q1 [B, H, N_Q, D1]  k1 [B, H_K1, N_K, D1]  q2 [B, H, N_Q, D2]  k2 [B, H_K2, N_K, D2]   -> rows
+//   [B, H, N_Q]
+//
+// Grid: one block per (batch, head, tile of kBlockQ queries, split of the keys), heavy query tiles
+// of a head first. Warpgroup 0 produces: one lane asks the copy engine for tiles. Each further
+// warpgroup consumes: it owns 64 query rows.
+//
+//   1. Q1 and Q2 are fetched; queries that live in registers pass through the first two stages of
+//   the ring.
+//   2. Tiles of K1 and K2 run through a ring of kNumStages buffers.
+//   3. S1 = Q1 K1^T and S2 = Q2 K2^T of a tile are multiplied together; tiles on the border of the
+//   key range are masked.
+//   4. The running state of each row takes the tile in. It stays private to the thread (its columns
+//   of its rows).
+//   5. The four threads of a row merge their states.
+//   6. The row is finished and written, or its raw state goes to the workspace for reduce_splits.
+#include "fragment.cuh"
+#include "key_range.cuh"
+#include "kl_state.cuh"
+#include "params.cuh"
+#include "pipeline.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+#include "schedule.cuh"
+#include "scores.cuh"
+#include "warpgroup.cuh"
+#include "write_rows.cuh"
+
+template <int kHeadDim1, int kHeadDim2, int kNumConsumers_, int kBlockK_, int kNumStages_,
+          bool kQueriesInRegisters>
+struct ForwardTraits {
+    static constexpr int kNumConsumers = kNumConsumers_, kBlockK = kBlockK_,
+                         kNumStages = kNumStages_;
+    static constexpr int kBlockQ = 64 * kNumConsumers;
+    static constexpr int kNumThreads = 128 * (kNumConsumers + 1);
+
+    static constexpr int kQ1Bytes = PanelTile<kHeadDim1>::num_bytes(kBlockQ);
+    static constexpr int kQ2Bytes = PanelTile<kHeadDim2>::num_bytes(kBlockQ);
+    static constexpr int kK1Bytes = PanelTile<kHeadDim1>::num_bytes(kBlockK);
+    static constexpr int kStageBytes = kK1Bytes + PanelTile<kHeadDim2>::num_bytes(kBlockK);
+    static_assert(!kQueriesInRegisters ||
+                      (kNumStages >= 2 && max_of(kQ1Bytes, kQ2Bytes) <= kStageBytes),
+                  "queries on their way to registers take one stage a side");
+    static constexpr int kRingOffset = kQueriesInRegisters ? 0 : kQ1Bytes + kQ2Bytes;
+    static constexpr int kBarrierOffset = kRingOffset + kNumStages * kStageBytes;
+
+    // Registers move from the producer to the consumers; the sum may not pass the file's 64 K.
+    static constexpr int kProducerRegisters = kNumConsumers == 3 ? 32 : 24;
+    static constexpr int kConsumerRegisters = kNumConsumers == 3 ? 160 : 240;
+};
+
+template <class Element, int kHeadDim1, int kHeadDim2, int kNumConsumers, int kBlockK,
+          int kNumStages, bool kQueriesInRegisters>
+__global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
+    forward_sm90(const __grid_constant__ ForwardMaps maps,
+                 const __grid_constant__ ForwardParams params) {
+    using Traits = ForwardTraits<kHeadDim1, kHeadDim2, kNumConsumers, kBlockK, kNumStages,
+                                 kQueriesInRegisters>;
+    using Tile1 = PanelTile<kHeadDim1>;
+    using Tile2 = PanelTile<kHeadDim2>;
+    extern __shared__ __align__(1024) unsigned char smem[];
+    const uint32 sQ1 = shared_address(smem), sQ2 = sQ1 + Traits::kQ1Bytes;
+    const uint32 sRing = sQ1 + Traits::kRingOffset;
+    const uint32 ring_barriers = sQ1 + Traits::kBarrierOffset,
+                 query_barrier = ring_barriers + Ring<kNumStages>::kBytes;
+    Ring<kNumStages> ring(ring_barriers);
+
+    const auto [split_idx, head_of_batch, batch_idx, head_idx, first_query] =
+        forward_block(params, blockIdx.x, Traits::kBlockQ);
+    const KeyRange& range = params.range;
+    const TileRange tiles =
+        tiles_of_split<Traits>(range, first_query, split_idx, params.num_splits);
+    const int warpgroup = warp_id() / 4;
+
+    if (threadIdx.x == 0) {
+        Ring<kNumStages>::init(ring_barriers, 4 * kNumConsumers);
+        mbarrier_init(query_barrier, 1);
+        mbarrier_fence_init();
+    }
+    __syncthreads();
+
+    if (warpgroup == 0) {
+        give_registers<Traits::kProducerRegisters>();
+        if (warp_id() != 0) return;
+        const int lane = lane_id();
+        // An axis along which a tensor is expanded has a single step in its map.
+        const auto step = [](int64 stride, int idx) { return stride == 0 ? 0 : idx; };
+        // 1. The queries.
+        if (lane == 0) {
+            if constexpr (kQueriesInRegisters) {
+                ring.producer_expect(Traits::kQ1Bytes);
+                Tile1::template load<Traits::kBlockQ>(
+                    sRing, maps.q1, first_query, step(params.q1.head_stride, head_idx),
+                    step(params.q1.batch_stride, batch_idx), ring.full());
+                ring.advance();
+                ring.producer_expect(Traits::kQ2Bytes);
+                Tile2::template load<Traits::kBlockQ>(
+                    sRing + Traits::kStageBytes, maps.q2, first_query,
+                    step(params.q2.head_stride, head_idx), step(params.q2.batch_stride, batch_idx),
+                    ring.full());
+            } else {
+                mbarrier_arrive_expect_bytes(query_barrier, Traits::kQ1Bytes + Traits::kQ2Bytes);
+                Tile1::template load<Traits::kBlockQ>(
+                    sQ1, maps.q1, first_query, step(params.q1.head_stride, head_idx),
+                    step(params.q1.batch_stride, batch_idx), query_barrier);
+                Tile2::template load<Traits::kBlockQ>(
+                    sQ2, maps.q2, first_query, step(params.q2.head_stride, head_idx),
+                    step(params.q2.batch_stride, batch_idx), query_barrier);
+            }
+        }
+        if constexpr (kQueriesInRegisters) {
+            ring.stage = 2 % kNumStages;
+            ring.phase = kNumStages == 2 ? 1 : 0;
+        }
+        // 2. The keys. The whole warp walks the loop, so that the operands of the copies stay in
+        // uniform registers.
+        const int key_head1 = step(params.k1.head_stride, head_idx / params.group1);
+        const int key_head2 = step(params.k2.head_stride, head_idx / params.group2);
+        const int batch1 = step(params.k1.batch_stride, batch_idx),
+                  batch2 = step(params.k2.batch_stride, batch_idx);
+        SKL_NO_UNROLL
+        for (int tile = tiles.begin; tile < tiles.end; ++tile) {
+            ring.producer_acquire();
+            if (lane == 0) {
+                const uint32 sK1 = sRing + ring.stage * Traits::kStageBytes;
+                ring.producer_expect(Traits::kStageBytes);
+                Tile1::template load<kBlockK>(sK1, maps.k1, tile * kBlockK, key_head1, batch1,
+                                              ring.full());
+                Tile2::template load<kBlockK>(sK1 + Traits::kK1Bytes, maps.k2, tile * kBlockK,
+                                              key_head2, batch2, ring.full());
+            }
+            __syncwarp();
+            ring.advance();
+        }
+        // No copy may outlive its block.
+        if (!kQueriesInRegisters) mbarrier_wait(query_barrier, 0);
+        return;
+    }
+
+    take_registers<Traits::kConsumerRegisters>();
+    const int lane = lane_id(), first_row_of_group = first_query + 64 * (warpgroup - 1);
+    const int first_row = first_row_of_group + 16 * (warp_id() % 4);
+    KlState state[2] = {empty_state(), empty_state()};
+    const Interval any = range.any_of(first_row_of_group, first_row_of_group + 63);
+    const Interval all = range.all_of(first_row_of_group, first_row_of_group + 63);
+    const bool has_rows = first_row_of_group < range.num_queries;
+
+    using Queries1 = typename Choose<kQueriesInRegisters, PanelRegisters<kHeadDim1>,
+                                     PanelShared<kHeadDim1>>::Type;
+    using Queries2 = typename Choose<kQueriesInRegisters, PanelRegisters<kHeadDim2>,
+                                     PanelShared<kHeadDim2>>::Type;
+    Queries1 queries1;
+    Queries2 queries2;
+    if constexpr (kQueriesInRegisters) {
+        ring.consumer_wait();
+        queries1.load(sRing, Traits::kBlockQ, 64 * (warpgroup - 1));
+        __syncwarp();
+        ring.consumer_release(lane);
+        ring.advance();
+        ring.consumer_wait();
+        queries2.load(sRing + Traits::kStageBytes, Traits::kBlockQ, 64 * (warpgroup - 1));
+        __syncwarp();
+        ring.consumer_release(lane);
+        ring.advance();
+    } else {
+        queries1.load(sQ1, Traits::kBlockQ, 64 * (warpgroup - 1));
+        queries2.load(sQ2, Traits::kBlockQ, 64 * (warpgroup - 1));
+        mbarrier_wait(query_barrier, 0);
+    }
+
+    SKL_NO_UNROLL
+    for (int tile = tiles.begin; tile < tiles.end; ++tile) {
+        const int first_key = tile * kBlockK;
+        ring.consumer_wait();
+        if (!has_rows || first_key >= any.end || first_key + kBlockK <= any.begin) {
+            ring.consumer_release(lane);
+            ring.advance();
+            continue;
+        }
+        // 3. The logits.
+        float s1[2][kBlockK / 4], s2[2][kBlockK / 4];
+        const uint32 sK1 = sRing + ring.stage * Traits::kStageBytes;
+        wgmma_fence();
+        multiply_panels<Element, kHeadDim1, kBlockK>(s1, queries1, sK1);
+        multiply_panels<Element, kHeadDim2, kBlockK>(s2, queries2, sK1 + Traits::kK1Bytes);
+        wgmma_commit();
+        wgmma_wait<0>();
+        pin_all(s1);
+        pin_all(s2);
+        ring.consumer_release(lane);
+        ring.advance();
+        if (first_key < all.begin || first_key + kBlockK > all.end) {
+            mask_scores(s1, s2, range, first_row, first_key, params.masked_logit1,
+                        params.masked_logit2);
+        }
+        // 4. The state.
+        update(state, s1, s2, params.scale1, params.scale2);
+        __syncwarp();
+    }
+
+    // 5. and 6. The rows.
+    SKL_UNROLL
+    for (int line = 0; line < 2; ++line) {
+        const KlState merged = merge_lanes<2>(state[line]);
+        const int query = first_row + row_of_line(line);
+        if (lane % 4 != 0 || query >= range.num_queries) continue;
+        if (params.num_splits > 1) {
+            const int64 row = static_cast<int64>(head_of_batch) * range.num_queries + query;
+            write_partial(params, row * params.num_splits + split_idx, merged);
+        } else {
+            write_row(params, batch_idx, head_idx, query, merged);
+        }
+    }
+}

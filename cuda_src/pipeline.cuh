@@ -1,0 +1,44 @@
+// A ring of buffers between one producer warp, which asks the copy engine to fill them, and the
+// warps that read them.
+//
+// full[stage] completes when the bytes have landed, empty[stage] when every consumer warp has let
+// go. A phase bit that flips with every round tells a new filling from the last one.
+#pragma once
+#include "base.cuh"
+#include "ptx/mbarrier.cuh"
+
+template <int kNumStages>
+struct Ring {
+    static constexpr int kBytes = 2 * 8 * kNumStages;
+    uint32 barriers;
+    int stage = 0;
+    uint32 phase = 0;
+
+    SKL_DEVICE explicit Ring(uint32 barriers) : barriers(barriers) {}
+
+    SKL_DEVICE static void init(uint32 barriers, int num_consumer_warps) {
+        for (int i = 0; i < kNumStages; ++i) {
+            mbarrier_init(barriers + 8 * i, 1);
+            mbarrier_init(barriers + 8 * (kNumStages + i), num_consumer_warps);
+        }
+    }
+    SKL_DEVICE uint32 full() const { return barriers + 8 * stage; }
+    SKL_DEVICE uint32 empty() const { return barriers + 8 * (kNumStages + stage); }
+    SKL_DEVICE void advance() {
+        if (++stage == kNumStages) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+
+    // A fresh ring is empty: the producer's first round finds the phase before the first one
+    // complete.
+    SKL_DEVICE void producer_acquire() const { mbarrier_wait(empty(), phase ^ 1); }
+    SKL_DEVICE void producer_expect(uint32 num_bytes) const {
+        mbarrier_arrive_expect_bytes(full(), num_bytes);
+    }
+    SKL_DEVICE void consumer_wait() const { mbarrier_wait(full(), phase); }
+    SKL_DEVICE void consumer_release(int lane) const {
+        if (lane == 0) mbarrier_arrive(empty());
+    }
+};

@@ -1,0 +1,90 @@
+// Tiles and products of a warpgroup: panels of 64 columns as the copy engine writes them with its
+// 128-byte swizzle.
+#pragma once
+#include "base.cuh"
+#include "fragment.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+
+struct ForwardMaps {
+    TensorMap q1, k1, q2, k2;
+};
+
+// [panels of 64 columns][rows][128 bytes]. The last panel of a head dim that is no multiple of 64
+// is padded with zeros.
+template <int kHeadDim>
+struct PanelTile {
+    static constexpr int kPanels = ceil_div(kHeadDim, 64);
+    SKL_HOST_DEVICE static constexpr int num_bytes(int num_rows) {
+        return kPanels * num_rows * 128;
+    }
+
+    template <int kRows>
+    SKL_DEVICE static void load(uint32 tile, const TensorMap& map, int first_row, int head,
+                                int batch, uint32 barrier) {
+        SKL_UNROLL
+        for (int panel = 0; panel < kPanels; ++panel) {
+            tma_load_4d(tile + panel * kRows * 128, &map, panel * 64, first_row, head, batch,
+                        barrier);
+        }
+    }
+};
+
+// Where a product finds 64 columns wide rows of 128 bytes, swizzled, eight rows to 1024 bytes.
+SKL_DEVICE uint64 panel_descriptor(uint32 address) {
+    return static_cast<uint64>((address & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+
+// Step k of 16 columns within the panels of a tile, in descriptor units of 16 bytes.
+SKL_HOST_DEVICE constexpr int panel_step(int k, int num_rows) {
+    return k / 4 * (num_rows * 8) + k % 4 * 2;
+}
+
+// The 64 rows of a warpgroup as left operands, read from shared memory by every product.
+template <int kHeadDim>
+struct PanelShared {
+    uint64 descriptor;
+    int num_rows;
+    SKL_DEVICE void load(uint32 tile, int tile_rows, int first_row) {
+        descriptor = panel_descriptor(tile + first_row * 128);
+        num_rows = tile_rows;
+    }
+    SKL_DEVICE uint64 operand(int k) const { return descriptor + panel_step(k, num_rows); }
+};
+
+// The same kept in registers.
+template <int kHeadDim>
+struct PanelRegisters {
+    uint32 a[kHeadDim / 16][4];
+    SKL_DEVICE void load(uint32 tile, int tile_rows, int first_row) {
+        const int row = first_row + 16 * (warp_id() % 4) + (lane_id() & 15);
+        SKL_UNROLL
+        for (int k = 0; k < kHeadDim / 16; ++k) {
+            const int chunk = k % 4 * 2 + (lane_id() >> 4);
+            ldmatrix_x4(a[k],
+                        tile + k / 4 * tile_rows * 128 + row * 128 + ((chunk ^ (row & 7)) << 4));
+        }
+    }
+    SKL_DEVICE const uint32 (&operand(int k) const)[4] { return a[k]; }
+};
+
+// S = queries times the kCols rows of a tile; asynchronous until wgmma_wait.
+template <class Element, int kHeadDim, int kCols, class Queries>
+SKL_DEVICE void multiply_panels(float (&s)[2][kCols / 4], const Queries& queries, uint32 tile) {
+    const uint64 keys = panel_descriptor(tile);
+    Wgmma<Element, kCols>::start(s, queries.operand(0), keys);
+    SKL_UNROLL
+    for (int k = 1; k < kHeadDim / 16; ++k) {
+        Wgmma<Element, kCols>::add(s, queries.operand(k), keys + panel_step(k, kCols));
+    }
+}
+
+template <int kLines, int kElements>
+SKL_DEVICE void pin_all(float (&values)[kLines][kElements]) {
+    SKL_UNROLL
+    for (int line = 0; line < kLines; ++line) {
+        SKL_UNROLL
+        for (int e = 0; e < kElements; ++e) pin(values[line][e]);
+    }
+}

@@ -1,0 +1,94 @@
+"""TMA descriptors: what the copy engine of Hopper needs to know of a tensor.
+
+The only place that calls the driver. A descriptor is 128 bytes that the driver fills in; encoding
+one takes about two microseconds, and repeated ones are kept.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+from streamkl_cupy.problem import Strides
+
+MAP_BYTES = 128
+PANEL_COLUMNS = 64  # of 2 bytes: the 128 bytes that the swizzle permutes
+
+# Enumerations of cuda.h.
+_DATA_TYPES = {"float16": 6, "bfloat16": 9}
+_INTERLEAVE_NONE = 0
+_SWIZZLE_128B = 3
+_L2_PROMOTION_256B = 3
+_OUT_OF_BOUNDS_ZERO = 0
+
+
+class TensorMapError(RuntimeError):
+    """The driver refused a descriptor."""
+
+
+@functools.lru_cache(maxsize=4096)
+def encode(
+    pointer: int,
+    shape: tuple[int, int, int, int],
+    strides: Strides,
+    dtype: str,
+    box_rows: int,
+) -> bytes:
+    """Encode the descriptor of a tensor for boxes of ``box_rows`` rows by 64 columns.
+
+    Parameters
+    ----------
+    pointer
+        Address of the first element, a multiple of 16.
+    shape
+        Batch, heads, rows, columns.
+    strides
+        Of the first three axes, in elements, each a multiple of 8; one of 0 makes the axis a single
+        step, at whose only coordinate 0 every index finds its data.
+    dtype
+        ``"bfloat16"`` or ``"float16"``.
+    box_rows
+        At most 256.
+
+    Returns
+    -------
+    bytes
+        128 of them, opaque.
+
+    Raises
+    ------
+    TensorMapError
+        The driver refused it.
+    """
+    batch, heads, rows, columns = shape
+    sizes = (columns, rows, heads if strides.head else 1, batch if strides.batch else 1)
+    # An axis of one step is never stepped along, but the driver wants a stride for it.
+    steps = [2 * (stride or columns) for stride in (strides.row, strides.head, strides.batch)]
+    buffer = (ctypes.c_char * (MAP_BYTES + 64))()
+    address = -(-ctypes.addressof(buffer) // 64) * 64
+    code = _driver()(
+        ctypes.c_void_p(address),
+        _DATA_TYPES[dtype],
+        4,
+        ctypes.c_void_p(pointer),
+        (ctypes.c_uint64 * 4)(*sizes),
+        (ctypes.c_uint64 * 3)(*(-(-step // 16) * 16 for step in steps)),
+        (ctypes.c_uint32 * 4)(PANEL_COLUMNS, box_rows, 1, 1),
+        (ctypes.c_uint32 * 4)(1, 1, 1, 1),
+        _INTERLEAVE_NONE,
+        _SWIZZLE_128B,
+        _L2_PROMOTION_256B,
+        _OUT_OF_BOUNDS_ZERO,
+    )
+    if code != 0:
+        raise TensorMapError(
+            f"cuTensorMapEncodeTiled: error {code} for shape {shape}, {strides}, box {box_rows}"
+        )
+    return ctypes.string_at(address, MAP_BYTES)
+
+
+@functools.cache
+def _driver() -> Any:
+    name = "nvcuda.dll" if hasattr(ctypes, "WinDLL") else "libcuda.so.1"
+    return ctypes.CDLL(name).cuTensorMapEncodeTiled
