@@ -21,6 +21,7 @@ _INTERLEAVE_NONE = 0
 _SWIZZLE_128B = 3
 _L2_PROMOTION_256B = 3
 _OUT_OF_BOUNDS_ZERO = 0
+_NO_CONTEXT = 201
 
 
 class TensorMapError(RuntimeError):
@@ -67,7 +68,7 @@ def encode(
     steps = [2 * (stride or columns) for stride in (strides.row, strides.head, strides.batch)]
     buffer = (ctypes.c_char * (MAP_BYTES + 64))()
     address = -(-ctypes.addressof(buffer) // 64) * 64
-    code = _driver()(
+    arguments = (
         ctypes.c_void_p(address),
         _DATA_TYPES[dtype],
         4,
@@ -81,6 +82,14 @@ def encode(
         _L2_PROMOTION_256B,
         _OUT_OF_BOUNDS_ZERO,
     )
+    code = _driver()(*arguments)
+    if code == _NO_CONTEXT:
+        # The first use of CUDA in this thread: the runtime makes the context current, the driver
+        # only asks for it.
+        import cupy
+
+        cupy.cuda.runtime.setDevice(cupy.cuda.runtime.getDevice())
+        code = _driver()(*arguments)
     if code != 0:
         raise TensorMapError(
             f"cuTensorMapEncodeTiled: error {code} for shape {shape}, {strides}, box {box_rows}"
