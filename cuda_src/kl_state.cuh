@@ -9,19 +9,20 @@
 // the logits never meets the small KL.
 //
 // The maximum is optimistic. The usual online softmax raises m to the maximum of every tile before
-// it sums. Here a tile is first summed with the m at hand; float32 has exponents to spare, so the
-// sums stay exact to rounding as long as they do not overflow. Only when a partial sum passes 2^64
-// (or is NaN) is m raised to the ceiling of the tile's maximum, the state rescaled and the tile
-// summed again. An m is never set from the start: the unset m lies so low that the first key a row
-// may see overflows its sum. m is an integer, so every rescaling is by an exact power of two, and
-// the state of a thread may stay its own (its columns of its rows) until the end.
+// it sums. Here a tile is first summed with the m at hand; float32 has exponents to spare, so
+// nothing overflows. Only when a partial sum passes 2^16 (or is NaN) is m raised to the ceiling of
+// the tile's maximum, the state rescaled and the tile summed again. A later limit would be as safe,
+// but y grows with it, and its rounding error is what a small KL is made of: with 2^64 logits that
+// rise by 40 cost two digits. An m is never set from the start: the unset m lies so low that the
+// first key a row may see overflows its sum. m is an integer, so every rescaling is by an exact
+// power of two, and the state of a thread may stay its own (its columns of its rows) until the end.
 #pragma once
 #include "base.cuh"
 
 // In units of log2: far under any logit, and a masked logit far under that.
 inline constexpr float kUnsetMax = -1e16f;
 inline constexpr float kMaskedLogit = -1e18f;
-inline constexpr float kRaiseAbove = 18446744073709551616.0f;  // 2^64
+inline constexpr float kRaiseAbove = 65536.f;
 inline constexpr float kLn2 = 0.693147180559945309f;
 inline constexpr float kLn2Low = -1.90465429995776804525e-9f;  // ln 2 - kLn2
 inline constexpr float kLog2E = 1.44269504088896340736f;

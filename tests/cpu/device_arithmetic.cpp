@@ -1,0 +1,330 @@
+// The plain arithmetic of cuda_src behind C functions; test_device_arithmetic.py compiles and calls
+// it.
+#include <cstring>
+#include <vector>
+
+#include "key_range.cuh"
+#include "kl_state.cuh"
+#include "params.cuh"
+#include "schedule.cuh"
+#include "smem.cuh"
+
+// ---------------------------------------------------------------------------------------------------------------------
+// kl_state.cuh
+
+namespace {
+
+template <int kRows, int kCols>
+void update_chunk(const float* x1, const float* x2, float scale1, float scale2, KlState* states) {
+    float s1[kRows][kCols], s2[kRows][kCols];
+    KlState state[kRows];
+    std::memcpy(s1, x1, sizeof(s1));
+    std::memcpy(s2, x2, sizeof(s2));
+    std::memcpy(state, states, sizeof(state));
+    update(state, s1, s2, scale1, scale2);
+    std::memcpy(states, state, sizeof(state));
+}
+
+}  // namespace
+
+extern "C" void start_states(int num, KlState* states) {
+    for (int i = 0; i < num; ++i) states[i] = empty_state();
+}
+
+// Threads take their chunks one after the other. x_t [num_threads][num_chunks][num_rows][num_cols],
+// states [num_threads][num_rows]. Returns whether there is such an update.
+extern "C" int update_states(int num_rows, int num_cols, int num_threads, int num_chunks,
+                             const float* x1, const float* x2, float scale1, float scale2,
+                             KlState* states) {
+    const auto chunk = num_rows == 1 && num_cols == 4    ? update_chunk<1, 4>
+                       : num_rows == 2 && num_cols == 8  ? update_chunk<2, 8>
+                       : num_rows == 4 && num_cols == 16 ? update_chunk<4, 16>
+                                                         : nullptr;
+    if (chunk == nullptr) return 0;
+    for (int thread = 0; thread < num_threads; ++thread) {
+        for (int i = 0; i < num_chunks; ++i) {
+            const int64 at = (static_cast<int64>(thread) * num_chunks + i) * num_rows * num_cols;
+            chunk(x1 + at, x2 + at, scale1, scale2, states + thread * num_rows);
+        }
+    }
+    return 1;
+}
+
+extern "C" void merge_states(int num, const KlState* a, const KlState* b, KlState* merged) {
+    for (int i = 0; i < num; ++i) merged[i] = merge(a[i], b[i]);
+}
+
+extern "C" void finish_states(int num, const KlState* states, RowResult* results) {
+    for (int i = 0; i < num; ++i) results[i] = finish(states[i]);
+}
+
+extern "C" void nats_of(int num, const float* exponent, const float* log2_sum, FloatPair* nats) {
+    for (int i = 0; i < num; ++i) nats[i] = to_nats(exponent[i], log2_sum[i]);
+}
+
+extern "C" void log2_of(int num, const FloatPair* lse, Log2Sum* sums) {
+    for (int i = 0; i < num; ++i) sums[i] = to_log2(lse[i].high, lse[i].low);
+}
+
+extern "C" void state_constants(float* constants) {
+    constants[0] = kUnsetMax;
+    constants[1] = kMaskedLogit;
+    constants[2] = kRaiseAbove;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// key_range.cuh
+
+extern "C" void key_ends(const KeyRange* range, int num, const int* query, Interval* keys) {
+    for (int i = 0; i < num; ++i) keys[i] = {range->begin(query[i]), range->end(query[i])};
+}
+
+extern "C" void keys_of_queries(const KeyRange* range, int num, const int* first, const int* last,
+                                Interval* any, Interval* all) {
+    for (int i = 0; i < num; ++i) {
+        any[i] = range->any_of(first[i], last[i]);
+        all[i] = range->all_of(first[i], last[i]);
+    }
+}
+
+extern "C" void queries_of_keys(const KeyRange* range, int num, const int* first, const int* last,
+                                Interval* queries) {
+    for (int i = 0; i < num; ++i) queries[i] = range->queries_of(first[i], last[i]);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// schedule.cuh. The loops are those of the kernels; what they compute with is compiled from the
+// headers.
+
+namespace {
+
+struct Block {
+    int row_tiles, num_warps_q, num_warps_k, chunk;
+};
+
+struct Visits {
+    const KeyRange& range;
+    int* counts;  // [queries][keys]
+    int num_wrong = 0;
+
+    // A query and a key meet without a mask between them.
+    void add(int query, int key) {
+        if (query < range.num_queries && key < range.num_keys) {
+            ++counts[static_cast<int64>(query) * range.num_keys + key];
+        } else {
+            ++num_wrong;
+        }
+    }
+};
+
+template <int kBlockQ_, int kBlockK_>
+struct Tiles {
+    static constexpr int kBlockQ = kBlockQ_, kBlockK = kBlockK_;
+};
+
+// A split of a block of forward_sm80, and, with one split and one warp a row, of backward_dq_sm80.
+template <class Traits>
+void visit_tile(Visits& visits, const Block& block, int first_query, int split_idx,
+                int num_splits) {
+    const KeyRange& range = visits.range;
+    const int rows_per_warp = 16 * block.row_tiles,
+              keys_per_warp = Traits::kBlockK / block.num_warps_k;
+    const TileRange tiles = tiles_of_split<Traits>(range, first_query, split_idx, num_splits);
+    for (int warp = 0; warp < block.num_warps_q * block.num_warps_k; ++warp) {
+        const int first_row = first_query + warp % block.num_warps_q * rows_per_warp;
+        const int warp_k = warp / block.num_warps_q;
+        const Interval any = range.any_of(first_row, first_row + rows_per_warp - 1);
+        const Interval all = range.all_of(first_row, first_row + rows_per_warp - 1);
+        for (int tile = tiles.begin; tile < tiles.end; ++tile) {
+            for (int chunk = 0; chunk < keys_per_warp; chunk += block.chunk) {
+                const int first_key = tile * Traits::kBlockK + warp_k * keys_per_warp + chunk;
+                if (first_row >= range.num_queries || first_key >= any.end ||
+                    first_key + block.chunk <= any.begin)
+                    continue;
+                const bool is_border = first_key < all.begin || first_key + block.chunk > all.end;
+                for (int query = first_row;
+                     query < min_of(first_row + rows_per_warp, range.num_queries); ++query) {
+                    for (int key = first_key; key < first_key + block.chunk; ++key) {
+                        if (!is_border || (key >= range.begin(query) && key < range.end(query)))
+                            visits.add(query, key);
+                    }
+                }
+            }
+        }
+    }
+}
+
+template <class Traits>
+int visit_queries(const KeyRange& range, const Block& block, int num_splits, int* counts) {
+    Visits visits{range, counts};
+    for (int first_query = 0; first_query < range.num_queries; first_query += Traits::kBlockQ) {
+        int expected_begin = -1;
+        for (int split_idx = 0; split_idx < num_splits; ++split_idx) {
+            const TileRange tiles =
+                tiles_of_split<Traits>(range, first_query, split_idx, num_splits);
+            // Splits follow on each other, the first ones one tile longer at most.
+            if (split_idx > 0 && tiles.begin != expected_begin) ++visits.num_wrong;
+            expected_begin = tiles.end;
+            visit_tile<Traits>(visits, block, first_query, split_idx, num_splits);
+        }
+    }
+    return visits.num_wrong;
+}
+
+template <int kSide, int kBlockRows, int kBlockQ>
+int visit_keys(const BackwardParams& params, int num_batches, int rows_per_warp, int chunk_q,
+               int* counts) {
+    const KeyRange& range = params.range;
+    const int group = kSide == 1 ? params.group1 : params.group2;
+    const int other_group = kSide == 1 ? params.group2 : params.group1;
+    int num_wrong = 0;
+    const int num_blocks = num_batches * (params.num_heads / group) * params.num_blocks;
+    for (int block_idx = 0; block_idx < num_blocks; ++block_idx) {
+        QueryWalk<kSide, kBlockRows, kBlockQ> walk;
+        walk.start(params, block_idx);
+        int other_head = walk.head_begin / other_group;  // whose keys lie in shared memory
+        for (QueryTile tile = walk.first_tile(); !walk.is_past(tile); tile = walk.next(tile)) {
+            if (walk.exchanges_keys(params, tile)) other_head = tile.head_idx / other_group;
+            if (other_head != tile.head_idx / other_group ||
+                tile.head_idx / group != walk.key_head_idx)
+                ++num_wrong;
+            // The scratch of the fused kernel is made of whole tiles of queries.
+            if (tile.first_query % 16 != 0) ++num_wrong;
+            const int64 head =
+                static_cast<int64>(walk.batch_idx) * params.num_heads + tile.head_idx;
+            Visits visits{range, counts + head * range.num_queries * range.num_keys};
+            for (int row = 0; row < kBlockRows; row += rows_per_warp) {
+                const int first_key = walk.first_key + row;
+                for (int chunk = 0; chunk < kBlockQ; chunk += chunk_q) {
+                    const int first = tile.first_query + chunk, last = first + chunk_q - 1;
+                    const Interval any = range.any_of(first, last), all = range.all_of(first, last);
+                    if (first >= range.num_queries || first_key >= any.end ||
+                        first_key + rows_per_warp <= any.begin)
+                        continue;
+                    const bool is_border = first_key < all.begin ||
+                                           first_key + rows_per_warp > all.end ||
+                                           last >= range.num_queries;
+                    for (int query = first; query <= last; ++query) {
+                        const int end = query < range.num_queries ? range.end(query) : 0;
+                        for (int key = first_key; key < first_key + rows_per_warp; ++key) {
+                            if (!is_border || (key >= range.begin(query) && key < end))
+                                visits.add(query, key);
+                        }
+                    }
+                }
+            }
+            num_wrong += visits.num_wrong;
+        }
+    }
+    return num_wrong;
+}
+
+}  // namespace
+
+// Counts how often each pair of a query and a key meets; counts [queries][keys] start at zero.
+// Returns how often a query met a key that does not exist, or splits did not follow on each other;
+// -1 if there is no such tile.
+extern "C" int count_forward(const KeyRange* range, int block_q, int block_k, int row_tiles,
+                             int num_warps_k, int chunk, int num_splits, int* counts) {
+    const Block block{row_tiles, block_q / (16 * row_tiles), num_warps_k, chunk};
+    const auto visit = block_q == 16 && block_k == 32     ? visit_queries<Tiles<16, 32>>
+                       : block_q == 16 && block_k == 128  ? visit_queries<Tiles<16, 128>>
+                       : block_q == 64 && block_k == 16   ? visit_queries<Tiles<64, 16>>
+                       : block_q == 64 && block_k == 48   ? visit_queries<Tiles<64, 48>>
+                       : block_q == 64 && block_k == 64   ? visit_queries<Tiles<64, 64>>
+                       : block_q == 128 && block_k == 32  ? visit_queries<Tiles<128, 32>>
+                       : block_q == 128 && block_k == 128 ? visit_queries<Tiles<128, 128>>
+                                                          : nullptr;
+    return visit == nullptr ? -1 : visit(*range, block, num_splits, counts);
+}
+
+// The same for the key-stationary kernels; counts [batches][heads][queries][keys]. Also counts
+// query heads that met the keys of a head that is not theirs.
+extern "C" int count_backward(const KeyRange* range, int side, int num_batches, int num_heads,
+                              int group1, int group2, int block_rows, int block_q,
+                              int rows_per_warp, int chunk_q, int* counts) {
+    BackwardParams params{};
+    params.range = *range;
+    params.num_heads = num_heads;
+    params.group1 = group1;
+    params.group2 = group2;
+    params.num_blocks = ceil_div(range->num_keys, block_rows);
+    const auto visit = side == 1 && block_rows == 32 && block_q == 16    ? visit_keys<1, 32, 16>
+                       : side == 2 && block_rows == 32 && block_q == 16  ? visit_keys<2, 32, 16>
+                       : side == 1 && block_rows == 64 && block_q == 32  ? visit_keys<1, 64, 32>
+                       : side == 2 && block_rows == 64 && block_q == 32  ? visit_keys<2, 64, 32>
+                       : side == 1 && block_rows == 128 && block_q == 48 ? visit_keys<1, 128, 48>
+                       : side == 2 && block_rows == 128 && block_q == 48 ? visit_keys<2, 128, 48>
+                                                                         : nullptr;
+    return visit == nullptr ? -1 : visit(params, num_batches, rows_per_warp, chunk_q, counts);
+}
+
+// What a block of keys keeps in static shared memory.
+extern "C" int walk_bytes() { return sizeof(QueryWalk<1, 64, 32>); }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// smem.cuh
+
+namespace {
+
+template <int kHeadDim>
+void offsets_of(int num_rows, int* offsets) {
+    using Layout = TileLayout<kHeadDim>;
+    for (int row = 0; row < num_rows; ++row) {
+        for (int chunk = 0; chunk < Layout::kChunks; ++chunk)
+            *offsets++ = Layout::offset_bytes(row, chunk);
+    }
+}
+
+template <int kHeadDim>
+void addresses_of(uint32 tile, int lane_row, int lane_chunk, int num_rows, uint32* addresses) {
+    const LaneOffset<kHeadDim> lane(lane_row, lane_chunk);
+    for (int row = 0; row < num_rows; row += 8) {
+        for (int pair = 0; pair < kHeadDim / 16; ++pair)
+            *addresses++ = lane.address(tile, row, pair);
+    }
+}
+
+}  // namespace
+
+#define FOR_HEAD_DIM(function)    \
+    switch (head_dim) {           \
+        case 32:                  \
+            return function<32>;  \
+        case 64:                  \
+            return function<64>;  \
+        case 96:                  \
+            return function<96>;  \
+        case 128:                 \
+            return function<128>; \
+        case 192:                 \
+            return function<192>; \
+        case 256:                 \
+            return function<256>; \
+        default:                  \
+            return nullptr;       \
+    }
+
+namespace {
+using Offsets = void (*)(int, int*);
+using Addresses = void (*)(uint32, int, int, int, uint32*);
+Offsets choose_offsets(int head_dim){FOR_HEAD_DIM(offsets_of)} Addresses
+    choose_addresses(int head_dim) {
+    FOR_HEAD_DIM(addresses_of)
+}
+}  // namespace
+
+// offsets [num_rows][head_dim / 8]. Returns whether there is such a layout.
+extern "C" int tile_offsets(int head_dim, int num_rows, int* offsets) {
+    const Offsets fill = choose_offsets(head_dim);
+    if (fill != nullptr) fill(num_rows, offsets);
+    return fill != nullptr;
+}
+
+// addresses [num_rows / 8][head_dim / 16].
+extern "C" int lane_addresses(int head_dim, uint32 tile, int lane_row, int lane_chunk, int num_rows,
+                              uint32* addresses) {
+    const Addresses fill = choose_addresses(head_dim);
+    if (fill != nullptr) fill(tile, lane_row, lane_chunk, num_rows, addresses);
+    return fill != nullptr;
+}

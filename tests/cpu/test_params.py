@@ -1,0 +1,353 @@
+"""What Python and C++ agree on without a compiler between them: structs, templates, constants."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import re
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from streamkl_cupy import jit, launch, plan
+from streamkl_cupy.problem import Problem, Strides, gradient_strides
+from tests import host_compiler
+
+SOURCES = jit.source_directory()
+CARD = plan.device_facts("sm_90a")
+
+
+def without_comments(file: str) -> str:
+    return re.sub(r"//.*", "", (SOURCES / file).read_text())
+
+
+# ----------------------------------------------------------------------------------------- structs
+
+PLAIN_TYPES: dict[str, Any] = {
+    "int": ctypes.c_int32,
+    "int64": ctypes.c_int64,
+    "uint32": ctypes.c_uint32,
+    "float": ctypes.c_float,
+}
+FORMATS = {
+    ctypes.c_void_p: "Q",
+    ctypes.c_int64: "q",
+    ctypes.c_int32: "i",
+    ctypes.c_uint32: "I",
+    ctypes.c_float: "f",
+}
+PACKED = {
+    "ForwardParams": launch.FORWARD_PARAMS,
+    "PrepareParams": launch.PREPARE_PARAMS,
+    "BackwardParams": launch.BACKWARD_PARAMS,
+    "FinishParams": launch.FINISH_PARAMS,
+}
+
+
+def parse_structs() -> dict[str, type[ctypes.Structure]]:
+    """The structs of params.cuh, by name. Data members are one level deep; functions are not."""
+    types = dict(PLAIN_TYPES)
+    text = without_comments("key_range.cuh") + without_comments("params.cuh")
+    for name, body in re.findall(r"^struct (\w+) \{ *\n(.*?)^\};", text, re.DOTALL | re.MULTILINE):
+        members = re.findall(r"^ {4}(?:const )?(\w+) ?([\w*, ]+);\s*$", body, re.MULTILINE)
+        fields = [
+            (member.strip(" *"), ctypes.c_void_p if "*" in member else types[kind])
+            for kind, names in members
+            for member in names.split(",")
+        ]
+        types[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
+    return {name: kind for name, kind in types.items() if name not in PLAIN_TYPES}
+
+
+STRUCTS = parse_structs()
+
+
+def flat(kind: Any, path: str = "", offset: int = 0) -> Iterator[tuple[str, str, int]]:
+    """Path, format and offset of everything in a struct that is not a struct itself."""
+    if kind in FORMATS:
+        yield path, FORMATS[kind], offset
+        return
+    for name, inner in kind._fields_:
+        yield from flat(inner, f"{path}.{name}".strip("."), offset + getattr(kind, name).offset)
+
+
+def test_every_struct_is_packed() -> None:
+    text = without_comments("params.cuh")
+    assert set(re.findall(r"^struct (\w+Params)\b", text, re.MULTILINE)) == set(PACKED)
+    used = {
+        name
+        for path in SOURCES.glob("*.cu")
+        for name in re.findall(r"\(const (\w+) params\)", path.read_text())
+    }
+    assert used == set(PACKED)
+
+
+@pytest.mark.skipif(
+    host_compiler.missing_compiler() is not None, reason=str(host_compiler.missing_compiler())
+)
+def test_structs_lie_as_the_compiler_lays_them(tmp_path: Path) -> None:
+    """Holds what is parsed here, so that the other tests need no compiler."""
+    measured = [
+        f"sizeof({name}), " + ", ".join(f"offsetof({name}, {path})" for path, _, _ in flat(kind))
+        for name, kind in STRUCTS.items()
+    ]
+    source = tmp_path / "layouts.cpp"
+    source.write_text(
+        '#include <cstddef>\n#include "params.cuh"\n'
+        f'extern "C" const unsigned long layouts[] = {{{", ".join(measured)}}};\n'
+    )
+    library = host_compiler.load(source, tmp_path)
+    expected = list(
+        itertools.chain.from_iterable(
+            [ctypes.sizeof(kind), *(offset for _, _, offset in flat(kind))]
+            for kind in STRUCTS.values()
+        )
+    )
+    layouts = (ctypes.c_ulong * len(expected)).in_dll(library, "layouts")
+    assert list(layouts) == expected
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_formats_are_the_structs(name: str) -> None:
+    packed, kind = PACKED[name], STRUCTS[name]
+    assert packed.size == ctypes.sizeof(kind)
+    order, formats = packed.format[0], re.sub(r"\d+x$", "", packed.format[1:])
+    assert order == "="
+    offsets = [struct.calcsize(f"={formats[:idx]}") for idx in range(len(formats))]
+    assert list(zip(formats, offsets, strict=True)) == [(f, o) for _, f, o in flat(kind)]
+
+
+# ----------------------------------------------------------------------------------------- packing
+
+
+def distinct_problem(dtype: str) -> Problem:
+    """A problem no two numbers of which are the same, so that none can take another's place."""
+    return Problem(
+        dtype=dtype,
+        batch=2,
+        num_heads=12,
+        num_key_heads1=4,
+        num_key_heads2=3,
+        num_queries=700,
+        num_keys=3000,
+        head_dim1=96,
+        head_dim2=64,
+        causal=True,
+        scale1=0.11,
+        scale2=-0.23,
+        layout="bhnd",
+        q1=Strides(10**9 + 1, 10**6 + 1, 101),
+        k1=Strides(10**9 + 2, 10**6 + 2, 102),
+        q2=Strides(10**9 + 3, 10**6 + 3, 103),
+        k2=Strides(10**9 + 4, 10**6 + 4, 104),
+        row=Strides(8400, 700, 1),
+        aligned=False,
+    )
+
+
+INPUTS = ("q1", "k1", "q2", "k2")
+RESULTS = ("kl", "lse1", "lse2", "lse1_low", "lse2_low")
+GRADIENTS = ("dq1", "dk1", "dq2", "dk2")
+POINTERS = {
+    name: 2**40 + idx * 4096 for idx, name in enumerate((*INPUTS, *RESULTS, "dkl", *GRADIENTS))
+}
+WORKSPACE = 2**45
+DKL = Strides(77_000, 7000, 7)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bytes]]:
+    """What is launched, and cleared, in order: the name of the kernel and its parameters."""
+    seen: list[tuple[str, bytes]] = []
+    monkeypatch.setattr(
+        launch,
+        "_launch",
+        lambda kernel, arch, structs, *_: seen.append((kernel.kernel, structs[-1])),
+    )
+    runtime = SimpleNamespace(
+        memsetAsync=lambda address, value, size, stream: seen.append(
+            ("clear", struct.pack("=QQ", address, size))
+        )
+    )
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    return seen
+
+
+def values(struct_name: str, params: bytes) -> dict[str, Any]:
+    kind = STRUCTS[struct_name]
+    return {
+        path: struct.unpack_from(f"={form}", params, offset)[0] for path, form, offset in flat(kind)
+    }
+
+
+def tensor(name: str, strides: Strides) -> dict[str, int]:
+    return {f"{name}.data": POINTERS[name], **rows(name, strides)}
+
+
+def rows(name: str, strides: Strides) -> dict[str, int]:
+    return {
+        f"{name}.batch_stride": strides.batch,
+        f"{name}.head_stride": strides.head,
+        f"{name}.row_stride": strides.row,
+    }
+
+
+def common(problem: Problem) -> dict[str, Any]:
+    """What the parameters of the forward and of the backward share."""
+    return {
+        **tensor("q1", problem.q1),
+        **tensor("k1", problem.k1),
+        **tensor("q2", problem.q2),
+        **tensor("k2", problem.k2),
+        "range.num_queries": 700,
+        "range.num_keys": 3000,
+        "range.is_causal": 1,
+        "num_heads": 12,
+        "group1": 3,
+        "group2": 4,
+        "head_dim1": 96,
+        "head_dim2": 64,
+        "scale1": pytest.approx(0.11 * launch.LOG2_E, rel=1e-7),
+        "scale2": pytest.approx(-0.23 * launch.LOG2_E, rel=1e-7),
+    }
+
+
+def test_forward_packs_each_value_in_its_field(launches: list[tuple[str, bytes]]) -> None:
+    problem = distinct_problem("bfloat16")
+    with plan.override(num_splits=5):
+        chosen = plan.forward(problem, CARD)
+    launch.forward(chosen, problem, POINTERS, WORKSPACE, 0, 0)
+    assert [name for name, _ in launches] == ["forward_sm80", "reduce_splits"]
+    assert launches[0][1] == launches[1][1]
+    assert values("ForwardParams", launches[0][1]) == {
+        **common(problem),
+        **rows("rows", problem.row),
+        **{name: POINTERS[name] for name in RESULTS},
+        "partials": WORKSPACE,
+        "num_query_tiles": chosen.num_query_tiles,
+        "num_splits": 5,
+        "masked_logit1": pytest.approx(launch.MASKED_LOGIT / (0.11 * launch.LOG2_E), rel=1e-7),
+        "masked_logit2": pytest.approx(launch.MASKED_LOGIT / (-0.23 * launch.LOG2_E), rel=1e-7),
+        "num_rows": 2 * 12 * 700,
+    }
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("strategy", ["fused", "separate"])
+def test_backward_packs_each_value_in_its_field(
+    launches: list[tuple[str, bytes]], dtype: str, strategy: str
+) -> None:
+    problem = distinct_problem(dtype)
+    chosen = plan.backward(problem, CARD, INPUTS, strategy=strategy)
+    launch.backward(chosen, problem, DKL, POINTERS, WORKSPACE, 0, 0)
+    max_dkl = WORKSPACE + chosen.max_dkl_offset if dtype == "float16" else 0
+    scratch = WORKSPACE + chosen.scratch_offset
+    seen = iter(launches)
+    for side in chosen.sides:
+        dq, dk = f"q{side.side}", f"k{side.side}"
+        if max_dkl:
+            assert next(seen) == ("clear", struct.pack("=QQ", max_dkl, 4))
+        name, params = next(seen)
+        assert name == "backward_prepare"
+        assert values("PrepareParams", params) == {
+            **rows("rows", problem.row),
+            **{name: POINTERS[name] for name in RESULTS},
+            "dkl": POINTERS["dkl"],
+            **rows("dkl_rows", DKL),
+            "row_statistics": WORKSPACE,
+            "max_dkl": max_dkl,
+            "num_heads": 12,
+            "num_queries": 700,
+            "num_rows": 2 * 12 * 700,
+        }
+        expected = {
+            **common(problem),
+            "dkl": POINTERS["dkl"],
+            **rows("dkl_rows", DKL),
+            "row_statistics": WORKSPACE,
+            "max_dkl": max_dkl,
+            "dq": POINTERS["d" + dq],
+            "dk": POINTERS["d" + dk],
+            **rows("dq_rows", gradient_strides(problem, dq)),
+            **rows("dk_rows", gradient_strides(problem, dk)),
+            "dq_scratch": 0,
+            "gradient_scale": pytest.approx(0.11 if side.side == 1 else -0.23, rel=1e-7),
+        }
+        if strategy == "fused":
+            cleared = struct.pack("=QQ", scratch, side.scratch_bytes)
+            assert next(seen) == ("clear", cleared)
+            expected |= {"dq_scratch": scratch, "num_blocks": side.key_blocks}
+            name, params = next(seen)
+            assert (name, values("BackwardParams", params)) == ("backward_fused_sm80", expected)
+            name, params = next(seen)
+            assert name == "backward_finish"
+            assert values("FinishParams", params) == {
+                "dq_scratch": scratch,
+                "dq": POINTERS["d" + dq],
+                **rows("dq_rows", gradient_strides(problem, dq)),
+                "num_heads": 12,
+                "num_queries": 700,
+                "head_dim": 96 if side.side == 1 else 64,
+                "num_row_tiles": 44,
+                "gradient_scale": pytest.approx(0.11 if side.side == 1 else -0.23, rel=1e-7),
+            }
+        else:
+            for kernel, num_blocks in (("dq", side.dq_blocks), ("dk", side.key_blocks)):
+                name, params = next(seen)
+                expected["num_blocks"] = num_blocks
+                assert name == f"backward_{kernel}_sm80"
+                assert values("BackwardParams", params) == expected
+    assert next(seen, None) is None
+
+
+# --------------------------------------------------------------------------------------- templates
+
+
+def template_parameters(kernel: str) -> tuple[tuple[str, type], ...]:
+    """Names of the template parameters of a kernel, and the type of Python that they take."""
+    kinds = {"class": str, "int": int, "bool": bool}
+    head = re.search(
+        rf"(?:template <([^<>]*)>\s*)?__global__ void [^;{{]*?\b{kernel}\([^;{{]*?\bparams\)",
+        without_comments(f"{kernel}.cu"),
+    )
+    assert head is not None, f"{kernel}.cu holds no __global__ of its name"
+    parameters = [parameter.split() for parameter in (head[1] or "").split(",") if parameter]
+    return tuple((name, kinds[kind]) for kind, name in parameters)
+
+
+@pytest.mark.parametrize("arch", sorted(plan.TYPICAL_CARDS))
+def test_plans_name_the_template_parameters_in_order(arch: str) -> None:
+    found = {
+        (kernel, tuple((name, type(value)) for name, value in template))
+        for kernel, template in plan.specialisations(arch)
+    }
+    kernels = {path.stem for path in SOURCES.glob("*.cu")}
+    assert found <= {(kernel, template_parameters(kernel)) for kernel in kernels}
+    # Only Hopper runs Hopper's kernels.
+    expected = {name for name in kernels if arch == "sm_90a" or "sm90" not in name}
+    assert {kernel for kernel, _ in found} == expected
+
+
+# --------------------------------------------------------------------------------------- constants
+
+
+def constant(file: str, name: str) -> str:
+    found = re.findall(rf"\b{name} = ([^;]+);", without_comments(file))
+    assert len(found) == 1, f"{file}: {name} is defined {len(found)} times"
+    return str(found[0])
+
+
+def test_constants_are_the_same_on_both_sides() -> None:
+    assert int(constant("reduce_splits.cu", "kRowsPerBlock")) == plan.REDUCE_ROWS_PER_BLOCK
+    assert int(constant("backward_prepare.cu", "kPrepareThreads")) == plan.PREPARE_THREADS
+    assert int(constant("backward_finish.cu", "kFinishThreads")) == plan.FINISH_THREADS
+    masked = float(constant("kl_state.cuh", "kMaskedLogit").rstrip("f"))
+    assert masked == launch.MASKED_LOGIT
+    state = re.search(r"struct KlState \{\s*float ([^;]+);", without_comments("kl_state.cuh"))
+    assert state is not None
+    assert len(state[1].split(",")) == plan.STATE_FIELDS

@@ -1,0 +1,655 @@
+"""Plans hold together whatever the problem and the card; which tiles they choose is not tested."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import itertools
+import re
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamkl_cupy import jit, plan
+from streamkl_cupy.plan import BackwardPlan, DeviceFacts, KernelPlan, PlanError
+from streamkl_cupy.problem import Problem, Strides
+from tests import host_compiler
+
+CARDS = [plan.device_facts(arch) for arch in plan.TYPICAL_CARDS]
+H200 = plan.device_facts("sm_90a")
+INPUTS = ("q1", "k1", "q2", "k2")
+SUBSETS = [subset for size in range(1, 5) for subset in itertools.combinations(INPUTS, size)]
+KEY_STATIONARY = ("backward_dk_sm80", "backward_fused_sm80")
+
+
+def make(**changes: Any) -> Problem:
+    """A problem; strides play no part in plans."""
+    none = Strides(0, 0, 0)
+    fields: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "batch": 2,
+        "num_heads": 8,
+        "num_key_heads1": 8,
+        "num_key_heads2": 8,
+        "num_queries": 1000,
+        "num_keys": 1000,
+        "head_dim1": 128,
+        "head_dim2": 128,
+        "causal": False,
+        "scale1": 1.0,
+        "scale2": 1.0,
+        "layout": "bhnd",
+        **dict.fromkeys((*INPUTS, "row"), none),
+        "aligned": True,
+    }
+    return Problem(**fields | changes)
+
+
+LENGTHS = st.one_of(
+    st.sampled_from((0, 1, 2, 16, 17, 64, 65, 128, 1000, 4097, 65_536, 524_288)),
+    st.integers(0, 10_000),
+)
+HEAD_DIMS = st.integers(1, 32).map(lambda eighth: 8 * eighth)
+
+
+@st.composite
+def problems(draw: st.DrawFn, **fixed: Any) -> Problem:
+    key_heads = st.sampled_from((1, 2, 3))
+    num_key_heads1, num_key_heads2 = draw(key_heads), draw(key_heads)
+    return make(
+        **{
+            "dtype": draw(st.sampled_from(("bfloat16", "float16"))),
+            "batch": draw(st.sampled_from((1, 2, 100))),
+            "num_heads": 6 * draw(st.sampled_from((1, 4, 11))),
+            "num_key_heads1": num_key_heads1,
+            "num_key_heads2": num_key_heads2,
+            "num_queries": draw(LENGTHS),
+            "num_keys": draw(LENGTHS),
+            "head_dim1": draw(HEAD_DIMS),
+            "head_dim2": draw(HEAD_DIMS),
+            "causal": draw(st.booleans()),
+            "aligned": draw(st.booleans()),
+        }
+        | fixed
+    )
+
+
+CARD = st.sampled_from(CARDS)
+WRT = st.sampled_from(SUBSETS)
+STRATEGY = st.sampled_from(("auto", "fused", "separate"))
+
+
+def arguments(kernel: KernelPlan) -> dict[str, Any]:
+    return dict(kernel.template)
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def stationary_rows(kernel: KernelPlan) -> int:
+    chosen = arguments(kernel)
+    return int(16 * chosen["kRowTiles"] * chosen.get("kNumWarps", chosen.get("kNumWarpsQ")))
+
+
+@functools.cache
+def specialisations(arch: str) -> frozenset[plan.Specialisation]:
+    return frozenset(plan.specialisations(arch))
+
+
+def assert_launchable(kernels: Sequence[KernelPlan], card: DeviceFacts) -> None:
+    for kernel in kernels:
+        assert (kernel.kernel, kernel.template) in specialisations(card.arch)
+        assert 0 < kernel.grid < 2**31
+        assert 0 < kernel.block <= 1024
+        assert kernel.block % 32 == 0
+        static = plan.STATIC_BYTES if kernel.kernel in KEY_STATIONARY else 0
+        assert kernel.shared_memory + static <= card.shared_memory_per_block
+
+
+# ----------------------------------------------------------------------------------------- forward
+
+
+@given(problem=problems(), card=CARD)
+def test_forward(problem: Problem, card: DeviceFacts) -> None:
+    chosen = plan.forward(problem, card)
+    assert plan.forward(problem, card) == chosen
+    assert hash(chosen) == hash(plan.forward(problem, card))
+    assert chosen.arch == card.arch
+    assert_launchable(chosen.kernels, card)
+    if problem.num_queries == 0:
+        assert chosen.kernels == ()
+        assert chosen.workspace_bytes == 0
+        return
+    # Without keys there is still something to write: KL 0 and log-sum-exp -inf.
+    main, *rest = chosen.kernels
+    cut, splits = arguments(main), chosen.num_splits
+    assert main.kernel == "forward_sm80"
+    assert cut["Element"] == {"bfloat16": "bf16", "float16": "fp16"}[problem.dtype]
+    assert cut["kIsAligned"] == problem.aligned
+    assert cut["kHeadDim1"] == plan.bucket(problem.head_dim1)
+    assert cut["kHeadDim2"] == plan.bucket(problem.head_dim2)
+    assert main.block == 32 * cut["kNumWarpsQ"] * cut["kNumWarpsK"]
+    assert chosen.num_query_tiles == ceil_div(problem.num_queries, stationary_rows(main))
+    assert main.grid == problem.batch * problem.num_heads * chosen.num_query_tiles * splits
+    # Every split has keys.
+    assert 1 <= splits <= max(1, ceil_div(problem.num_keys, cut["kBlockK"]))
+    if splits == 1:
+        assert rest == []
+        assert chosen.workspace_bytes == 0
+    else:
+        (reduce,) = rest
+        assert (reduce.kernel, reduce.template, reduce.block) == ("reduce_splits", (), 128)
+        assert reduce.grid == ceil_div(problem.num_rows, 4)
+        assert chosen.workspace_bytes == 5 * 4 * splits * problem.num_rows
+    # What the kernel takes for granted of its tile.
+    assert cut["kNumStages"] >= 2
+    assert cut["kChunkK"] % 16 == 0
+    assert cut["kBlockK"] % (cut["kNumWarpsK"] * cut["kChunkK"]) == 0
+
+
+@given(problem=problems(), card=CARD)
+def test_forward_name(problem: Problem, card: DeviceFacts) -> None:
+    chosen = plan.forward(problem, card)
+    name = re.fullmatch(
+        r"forward_sm80_(bf16|fp16)_d(\d+)x(\d+)_q(\d+)_k(\d+)_s(\d)(_guarded)?(?:_split(\d+))?",
+        chosen.name,
+    )
+    assert name is not None, chosen.name
+    assert name[7] == (None if problem.aligned else "_guarded")
+    assert int(name[8] or 1) == chosen.num_splits
+    if chosen.kernels:
+        main = chosen.kernels[0]
+        cut = arguments(main)
+        assert name[1] == cut["Element"]
+        assert [int(name[idx]) for idx in range(2, 7)] == [
+            cut["kHeadDim1"],
+            cut["kHeadDim2"],
+            stationary_rows(main),
+            cut["kBlockK"],
+            cut["kNumStages"],
+        ]
+
+
+@given(
+    blocks=st.integers(0, 10_000), max_splits=st.integers(1, 4096), resident=st.integers(1, 1000)
+)
+def test_number_of_splits(blocks: int, max_splits: int, resident: int) -> None:
+    splits = plan.choose_splits(blocks, max_splits, resident)
+    assert 1 <= splits <= max_splits
+    if blocks == 0 or blocks >= 4 * resident:
+        assert splits == 1
+    # No more blocks than would run in a few waves.
+    assert blocks * splits <= 4 * resident + blocks
+
+
+def test_one_row_of_queries_spreads_over_the_card() -> None:
+    problem = make(batch=1, num_heads=1, num_key_heads1=1, num_key_heads2=1, num_keys=131_072)
+    for num_queries in (1, 64, 128):
+        chosen = plan.forward(dataclasses.replace(problem, num_queries=num_queries), H200)
+        assert chosen.kernels[0].grid > H200.num_sms // 2
+    # And the card is full without splits already here.
+    assert plan.forward(make(batch=100, num_keys=131_072), H200).num_splits == 1
+
+
+@pytest.mark.parametrize("num_keys", [1, 100, 255])
+def test_few_keys_are_not_split(num_keys: int) -> None:
+    problem = make(batch=1, num_heads=1, num_key_heads1=1, num_key_heads2=1, num_keys=num_keys)
+    assert plan.forward(problem, H200).num_splits == 1
+
+
+# ---------------------------------------------------------------------------------------- backward
+
+
+def sides_of(wrt: tuple[str, ...]) -> list[int]:
+    return [side for side in (2, 1) if f"q{side}" in wrt or f"k{side}" in wrt]
+
+
+@given(problem=problems(), card=CARD, wrt=WRT, strategy=STRATEGY, deterministic=st.booleans())
+@settings(max_examples=300)
+def test_backward(
+    problem: Problem, card: DeviceFacts, wrt: tuple[str, ...], strategy: str, deterministic: bool
+) -> None:
+    if strategy == "fused" and deterministic:
+        return  # refused by check_strategy
+    options: dict[str, Any] = {"strategy": strategy, "deterministic": deterministic}
+    chosen = plan.backward(problem, card, wrt, **options)
+    assert chosen == plan.backward(problem, card, wrt[::-1], **options)
+    assert_launchable(chosen.kernels, card)
+    assert [side.side for side in chosen.sides] == sides_of(wrt)
+    for side in chosen.sides:
+        wants_dq, wants_dk = f"q{side.side}" in wrt, f"k{side.side}" in wrt
+        key_heads = problem.num_key_heads1 if side.side == 1 else problem.num_key_heads2
+        head_dim = problem.head_dim1 if side.side == 1 else problem.head_dim2
+        for kernel in side.kernels:
+            cut = arguments(kernel)
+            assert cut.get("kSide", side.side) == side.side
+            if kernel.kernel == "backward_finish":
+                assert cut["kHeadDim"] == plan.bucket(head_dim)
+            assert cut.get("kIsAligned", problem.aligned) == problem.aligned
+        # Each gradient that is wanted is written by one kernel if it has elements at all.
+        fused_dk = side.fused is not None and arguments(side.fused)["kHasDk"]
+        has_dq, has_dk = problem.num_queries > 0, problem.num_keys > 0
+        assert (side.fused is not None) + (side.dq is not None) == (wants_dq and has_dq)
+        assert fused_dk + (side.dk is not None) == (wants_dk and has_dk)
+        assert (side.finish is None) == (side.fused is None)
+        # The kernels read the statistics of rows; without rows there is nothing to read.
+        assert (side.prepare is not None) == (problem.num_rows > 0)
+        if side.prepare is not None:
+            assert side.prepare.block == 256
+            assert side.prepare.grid == ceil_div(problem.num_rows, 256)
+        if side.dq is not None:
+            assert side.dq_blocks == ceil_div(problem.num_queries, stationary_rows(side.dq))
+            assert side.dq.grid == problem.batch * problem.num_heads * side.dq_blocks
+        for kernel in (side.fused, side.dk):
+            if kernel is not None:
+                assert side.key_blocks == ceil_div(problem.num_keys, stationary_rows(kernel))
+                assert kernel.grid == problem.batch * key_heads * side.key_blocks
+        if deterministic or strategy == "separate":
+            assert side.fused is None
+        if strategy == "fused" and wants_dq and wants_dk and has_dq and has_dk:
+            assert side.fused is not None
+        if side.fused is None:
+            assert side.scratch_bytes == 0
+        else:
+            # Float32 sums of dQ: whole tiles of 16 rows, padded head dimension.
+            heads, tiles = problem.batch * problem.num_heads, ceil_div(problem.num_queries, 16)
+            assert side.scratch_bytes == heads * tiles * 16 * plan.bucket(head_dim) * 4
+            assert side.finish is not None
+            assert side.finish.block == 256
+            per_head = tiles * plan.bucket(head_dim) // 8 * 32
+            assert side.finish.grid == heads * ceil_div(per_head, 256)
+        for kernel in (side.fused, side.dq, side.dk):
+            if kernel is not None:
+                assert_tile_fits_kernel(kernel)
+    assert_regions(problem, chosen)
+
+
+def assert_tile_fits_kernel(kernel: KernelPlan) -> None:
+    """What the backward kernels take for granted of their tiles."""
+    cut = arguments(kernel)
+    streamed = cut.get("kBlockQ", cut.get("kBlockK"))
+    chunk = cut.get("kChunkQ", cut.get("kChunkK", streamed))
+    assert kernel.block == 32 * cut["kNumWarps"]
+    assert cut["kNumStages"] >= 2
+    assert chunk % 16 == 0
+    assert streamed % chunk == 0
+    # One thread brings one query's statistics.
+    queries = stationary_rows(kernel) if kernel.kernel == "backward_dq_sm80" else streamed
+    assert queries <= kernel.block
+
+
+def assert_regions(problem: Problem, chosen: BackwardPlan) -> None:
+    """Row statistics, the largest |dkl| and the scratch lie apart in the workspace."""
+    assert chosen.max_dkl_offset >= 16 * problem.num_rows
+    assert chosen.max_dkl_offset % plan.WORKSPACE_ALIGNMENT == 0
+    assert chosen.scratch_offset % plan.WORKSPACE_ALIGNMENT == 0
+    needed = 4 if problem.dtype == "float16" else 0
+    assert chosen.scratch_offset >= chosen.max_dkl_offset + needed
+    largest = max(side.scratch_bytes for side in chosen.sides)
+    assert chosen.workspace_bytes == chosen.scratch_offset + largest
+    # And no more than that: 16 bytes a row, and the rounding.
+    assert chosen.scratch_offset <= 16 * problem.num_rows + 2 * plan.WORKSPACE_ALIGNMENT
+
+
+@given(problem=problems(), card=CARD, wrt=WRT, deterministic=st.booleans())
+def test_backward_name(
+    problem: Problem, card: DeviceFacts, wrt: tuple[str, ...], deterministic: bool
+) -> None:
+    chosen = plan.backward(problem, card, wrt, deterministic=deterministic)
+    sides = "_".join(
+        ("fused" if side.fused else "separate")
+        + str(side.side)
+        + ("_dq" if f"q{side.side}" in wrt else "")
+        + ("_dk" if f"k{side.side}" in wrt else "")
+        for side in chosen.sides
+    )
+    element = {"bfloat16": "bf16", "float16": "fp16"}[problem.dtype]
+    dims = f"d{plan.bucket(problem.head_dim1)}x{plan.bucket(problem.head_dim2)}"
+    guarded = "" if problem.aligned else "_guarded"
+    assert chosen.name == f"backward_{sides}_sm80_{element}_{dims}{guarded}"
+
+
+# ------------------------------------------------------------------------------------------- empty
+
+
+@pytest.mark.parametrize("empty", ["batch", "num_heads", "num_queries"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_without_rows_only_the_keys_have_gradients(empty: str, deterministic: bool) -> None:
+    changes = {empty: 0}
+    if empty == "num_heads":
+        changes |= {"num_key_heads1": 0, "num_key_heads2": 0}
+    problem = make(**changes)
+    forward = plan.forward(problem, H200)
+    assert (forward.kernels, forward.workspace_bytes) == ((), 0)
+    backward = plan.backward(problem, H200, INPUTS, deterministic=deterministic)
+    # With queries of length 0 there are keys, whose gradient is zero and must be written.
+    expected = ["backward_dk_sm80"] * 2 if empty == "num_queries" else []
+    assert [kernel.kernel for kernel in backward.kernels] == expected
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_without_keys_rows_are_still_written(deterministic: bool) -> None:
+    problem = make(num_keys=0)
+    forward = plan.forward(problem, H200)
+    assert [kernel.kernel for kernel in forward.kernels] == ["forward_sm80"]
+    backward = plan.backward(problem, H200, INPUTS, deterministic=deterministic)
+    assert [kernel.kernel for kernel in backward.kernels if "dq" in kernel.kernel] == [
+        "backward_dq_sm80"
+    ] * 2
+    assert not any("dk" in kernel.kernel or "fused" in kernel.kernel for kernel in backward.kernels)
+
+
+# ---------------------------------------------------------------------------------------- override
+
+
+def test_override_of_the_splits() -> None:
+    problem = make()
+    free = plan.forward(problem, H200)
+    with plan.override(num_splits=5):
+        chosen = plan.forward(problem, H200)
+        assert chosen.num_splits == 5
+        assert chosen.name.endswith("_split5")
+        with plan.override(num_splits=1):
+            assert plan.forward(problem, H200).num_splits == 1
+        assert plan.forward(problem, H200) == chosen
+        # More splits than tiles of keys would leave some without any.
+        assert plan.forward(make(num_keys=1), H200).num_splits == 1
+        assert plan.forward(make(num_keys=0), H200).num_splits == 1
+    assert plan.forward(problem, H200) == free
+
+
+def test_override_of_the_tiles() -> None:
+    problem = make()
+    forward_tile = plan.ForwardTile(1, 2, 2, 64, 32, 3, False)
+    backward_tile = plan.BackwardTile(1, 2, 16, 16, 3)
+    free = plan.current_override()
+    with plan.override(forward_tile=forward_tile), plan.override(backward_tile=backward_tile):
+        assert plan.current_override() != free
+        forward = plan.forward(problem, H200)
+        backward = plan.backward(problem, H200, INPUTS)
+    assert plan.current_override() == free
+    cut = arguments(forward.kernels[0])
+    names = "kRowTiles kNumWarpsQ kNumWarpsK kBlockK kChunkK kNumStages kQueriesInRegisters"
+    assert tuple(cut[name] for name in names.split()) == dataclasses.astuple(forward_tile)
+    for kernel in backward.kernels:
+        if "kRowTiles" in (cut := arguments(kernel)):
+            assert (cut["kRowTiles"], cut["kNumWarps"], cut["kNumStages"]) == (1, 2, 3)
+            assert cut.get("kBlockQ", cut.get("kBlockK")) == 16
+
+
+def test_override_stays_in_its_thread_and_ends_with_its_block() -> None:
+    free = plan.current_override()
+    seen: list[object] = []
+    thread = threading.Thread(target=lambda: seen.append(plan.current_override()))
+    with plan.override(num_splits=3):
+        thread.start()
+        thread.join()
+        assert plan.current_override() != free
+    assert seen == [free]
+    assert plan.current_override() == free
+    with pytest.raises(ZeroDivisionError), plan.override(num_splits=3):
+        raise ZeroDivisionError
+    assert plan.current_override() == free
+
+
+def test_override_of_what_does_not_exist() -> None:
+    with (
+        pytest.raises(PlanError, match=r"override: expected some of \[.*\]; got \['tiles'\]"),
+        plan.override(tiles=3),
+    ):
+        pass
+
+
+# -------------------------------------------------------------------------------------- the errors
+
+
+def test_unknown_kernels_and_cards_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"STREAMKL_FORCE: expected .*forward_sm80.*'forward'"):
+        plan.forward(make(), H200, force="forward")
+    assert plan.forward(make(), H200, force="forward_sm80") == plan.forward(make(), H200)
+    with pytest.raises(PlanError, match=r"arch: expected one of sm_80, .*; got 'sm_70'"):
+        plan.device_facts("sm_70")
+
+
+def test_a_card_with_too_little_shared_memory_is_refused() -> None:
+    small = dataclasses.replace(H200, shared_memory_per_block=8000)
+    for num_queries in (1, 50, 1000):
+        with pytest.raises(PlanError, match=r"forward_sm80: no tile .* fits 8000 bytes"):
+            plan.forward(make(num_queries=num_queries), small)
+    with pytest.raises(PlanError, match=r"backward_d[qk]_sm80: no tile .* fits 8000 bytes"):
+        plan.backward(make(), small, INPUTS)
+
+
+# --------------------------------------------------------------------------------- specialisations
+
+
+def test_buckets() -> None:
+    assert list(plan.BUCKETS) == sorted(set(plan.BUCKETS))
+    for head_dim in range(8, 257, 8):
+        chosen = plan.bucket(head_dim)
+        assert chosen >= head_dim
+        assert not any(head_dim <= smaller < chosen for smaller in plan.BUCKETS)
+
+
+@pytest.mark.parametrize("arch", sorted(plan.TYPICAL_CARDS))
+def test_specialisations(arch: str) -> None:
+    everything, declared = plan.specialisations(arch), plan.declared(arch)
+    assert len(set(everything)) == len(everything)
+    assert len(set(declared)) == len(declared) > 0
+    assert set(declared) <= set(everything)
+    assert plan.declared(arch) == declared
+    for kernel, template in everything:
+        rendered = jit.render(kernel, template)
+        assert rendered.startswith(kernel)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_declared_covers_what_it_promises(arch: str) -> None:
+    declared = plan.declared(arch)
+    kernels = {kernel for kernel, _ in plan.specialisations(arch)}
+    assert {kernel for kernel, _ in declared} == kernels
+    cuts = [(kernel, dict(template)) for kernel, template in declared]
+    for dim, element in itertools.product(plan.BUCKETS, ("bf16", "fp16")):
+        for kernel in kernels - {"reduce_splits", "backward_prepare", "backward_finish"}:
+            sides = {
+                cut.get("kSide")
+                for name, cut in cuts
+                if name == kernel
+                and (cut["kHeadDim1"], cut["kHeadDim2"], cut["Element"]) == (dim, dim, element)
+            }
+            assert sides == ({None} if kernel.startswith("forward") else {1, 2}), (kernel, dim)
+        assert ("backward_finish", {"Element": element, "kHeadDim": dim}) in cuts
+
+
+# -------------------------------------------------- shared memory, as the kernels themselves cut it
+
+
+def braces(text: str, start: str) -> str:
+    """The declaration that begins with `start`, with its template head, to its closing brace."""
+    found = re.search(
+        rf"(?:^template <[^{{}}]*?>\n)?^{start}.*?^}};", text, re.DOTALL | re.MULTILINE
+    )
+    assert found is not None, f"no declaration {start!r}"
+    return found[0]
+
+
+def value_of(text: str, name: str) -> str:
+    found = re.search(rf"\b{name} =\s*([^;]+);", text)
+    assert found is not None, f"no constant {name}"
+    return found[1]
+
+
+def layout_source(kernels: Sequence[KernelPlan]) -> str:
+    """C++ with the tables of the kernels' shared memory, taken from their own sources.
+
+    A line each: bytes in all, then where its tiles and rows begin.
+    """
+    read = {
+        path.name: re.sub(r"//.*", "", path.read_text())
+        for path in (*jit.source_directory().glob("*.cu"), *jit.source_directory().glob("*.cuh"))
+    }
+    tile, parts = read["backward_tile.cuh"], []
+    parts.append('#include "kl_state.cuh"\n#include "schedule.cuh"\n#include "smem.cuh"')
+    parts.append("template <int, int> struct StationaryRegisters;")
+    parts.append("template <int, int> struct StationaryShared;")
+    parts.append(braces(read["gradient.cuh"], r"struct alignas\(16\) RowStatistics"))
+    parts.append(braces(read["forward_sm80.cu"], "struct ForwardTraits"))
+    parts.append(braces(tile, "struct BackwardTile"))
+    parts.append(braces(tile, r"struct (?:alignas\(\d+\) )?RowsOfTile"))
+    stage = value_of(braces(tile, "struct KeyBlock"), "kStageBytes")
+    parts.append(
+        "template <class Tile, int kBlockQ> struct KeyBlockBytes "
+        f"{{ static constexpr int kStageBytes = {stage}; }};"
+    )
+    for kernel in ("backward_dq_sm80", "backward_dk_sm80", "backward_fused_sm80"):
+        text = read[f"{kernel}.cu"]
+        head = re.search(r"template <([^<>]*)>\s*__global__", text)
+        assert head is not None
+        if kernel == "backward_dq_sm80":
+            constants = {
+                "kStride": "Tile::kStageBytes",
+                "kRows": value_of(text, "kRowsOffset"),
+                "kTotal": "kRows + sizeof(RowsOfTile<Tile::kBlockRows>)",
+            }
+        else:
+            constants = {
+                "kStride": "KeyBlockBytes<Tile, kBlockQ>::kStageBytes",
+                "kRows": "Tile::kStationaryBytes + Tile::kStageBytes",
+                "kTotal": "Tile::kStationaryBytes + kNumStages * kStride",
+            }
+        if kernel == "backward_fused_sm80":
+            offset = value_of(text, "kGradientOffset").replace("Block::kStageBytes", "kStride")
+            pitch = f"TileLayout<{value_of(text, 'kGradientPitch')}>::kPitchBytes"
+            constants["kGradient"] = offset
+            constants["kTotal"] = f"{offset} + Tile::kBlockRows * {pitch}"
+        lines = "\n".join(
+            f"    static constexpr int {name} = {text};" for name, text in constants.items()
+        )
+        parts.append(
+            f"template <{head[1]}>\nstruct {kernel} {{\n"
+            f"    using Tile = {value_of(text, 'using Tile')};\n{lines}\n}};"
+        )
+    for idx, kernel in enumerate(kernels):
+        rendered = jit.render(kernel.kernel, kernel.template)
+        stages = range(arguments(kernel)["kNumStages"])
+        if kernel.kernel == "forward_sm80":
+            rendered = rendered.replace("forward_sm80", "ForwardTraits")
+            values = ["T::kSmemBytes", "T::kQ1Bytes"]
+            for stage_idx in stages:
+                base = f"T::kRingOffset + {stage_idx} * T::kStageBytes"
+                values += [base, f"{base} + T::kK1Bytes"]
+        else:
+            values = ["T::kTotal", "T::Tile::kStationary1Bytes", "T::kRows"]
+            for stage_idx in stages:
+                base = f"T::Tile::kStationaryBytes + {stage_idx} * T::kStride"
+                values += [base, f"{base} + T::Tile::kStreamed1Bytes"]
+            if kernel.kernel == "backward_fused_sm80":
+                values.append("T::kGradient")
+        parts.append(
+            f"namespace n{idx} {{\nusing T = {rendered};\n"
+            f"static constexpr int values[] = {{{', '.join(values)}}};\n}}"
+        )
+    tables = ", ".join(f"n{idx}::values" for idx in range(len(kernels)))
+    sizes = ", ".join(f"sizeof(n{idx}::values) / sizeof(int)" for idx in range(len(kernels)))
+    parts.append(f'extern "C" const int* const layouts[] = {{{tables}}};')
+    parts.append(f'extern "C" const int sizes[] = {{{sizes}}};')
+    # The block of keys, and one more word in the fused kernel.
+    parts.append('extern "C" const int static_bytes = sizeof(QueryWalk<1, 64, 32>) + 4;')
+    return "\n".join(parts) + "\n"
+
+
+def kernels_with_tiles() -> list[KernelPlan]:
+    """A plan of each kernel for each tile and pair of head dimensions that any card has."""
+    found: dict[Any, KernelPlan] = {}
+    for card, dim1, dim2, num_queries in itertools.product(
+        CARDS, plan.BUCKETS, plan.BUCKETS, (1, 50, 5000)
+    ):
+        problem = make(head_dim1=dim1, head_dim2=dim2, num_queries=num_queries)
+        plans = [plan.forward(problem, card)]
+        for strategy in ("fused", "separate") if num_queries == 5000 else ():
+            plans.append(plan.backward(problem, card, INPUTS, strategy=strategy))
+        for kernel in itertools.chain.from_iterable(chosen.kernels for chosen in plans):
+            if "kNumStages" in arguments(kernel):
+                found[kernel.kernel, kernel.template] = kernel
+    return list(found.values())
+
+
+@pytest.mark.skipif(
+    host_compiler.missing_compiler() is not None, reason=str(host_compiler.missing_compiler())
+)
+def test_shared_memory_is_what_the_kernels_use(tmp_path: Path) -> None:
+    kernels = kernels_with_tiles()
+    assert {kernel.kernel for kernel in kernels} == {
+        "forward_sm80",
+        "backward_fused_sm80",
+        "backward_dq_sm80",
+        "backward_dk_sm80",
+    }
+    source = tmp_path / "shared_memory.cpp"
+    source.write_text(layout_source(kernels))
+    library = host_compiler.load(source, tmp_path)
+    sizes = (ctypes.c_int * len(kernels)).in_dll(library, "sizes")
+    layouts = (ctypes.POINTER(ctypes.c_int) * len(kernels)).in_dll(library, "layouts")
+    for kernel, size, layout in zip(kernels, sizes, layouts, strict=True):
+        total, *offsets = layout[:size]
+        name = jit.render(kernel.kernel, kernel.template)
+        assert kernel.shared_memory == total, name
+        # ldmatrix addresses permute bits of a tile's address by exclusive or (smem.cuh).
+        assert all(offset % 128 == 0 for offset in offsets), (name, offsets)
+        assert all(0 <= offset < total for offset in offsets), (name, offsets)
+    static = ctypes.c_int.in_dll(library, "static_bytes").value
+    assert static <= plan.STATIC_BYTES
+
+
+# --------------------------------------------------------------------------------- forward_sm90
+
+
+HOPPER = plan.device_facts("sm_90a")
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dim2", plan.BUCKETS)
+@pytest.mark.parametrize("dim1", plan.BUCKETS)
+def test_every_pair_of_head_dims_has_a_warpgroup_tile(dim1: int, dim2: int, causal: bool) -> None:
+    tile = plan.warpgroup_tile(dim1, dim2, causal, HOPPER)
+    assert tile.shared_memory(dim1, dim2) <= HOPPER.shared_memory_per_block
+    assert tile.block_k % 8 == 0, "panels of eight rows"
+    assert 64 <= max(tile.stationary_rows, tile.block_k) <= 256, "a box of the copy engine"
+
+
+def hopper_problem(**changes: Any) -> Problem:
+    rows = dict.fromkeys(("q1", "k1", "q2", "k2"), Strides(0, 0, 64))
+    problem = make(num_queries=1024, num_keys=1024)
+    return dataclasses.replace(problem, **(rows | changes))
+
+
+def test_hopper_takes_its_own_kernel_where_queries_fill_a_tile() -> None:
+    assert plan.forward_kernel(hopper_problem(), HOPPER) == "forward_sm90"
+    few = hopper_problem(num_queries=plan.FEW_QUERIES)
+    assert plan.forward_kernel(few, HOPPER) == "forward_sm80"
+    assert plan.forward_kernel(hopper_problem(), plan.device_facts("sm_80")) == "forward_sm80"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"aligned": False}, "multiples of 16 bytes"),
+        ({"num_keys": 0}, "at least one key"),
+        ({"k2": Strides(0, 0, 0)}, "one address"),
+    ],
+    ids=["unaligned", "no-keys", "expanded-rows"],
+)
+def test_what_hopper_cannot_take_goes_to_the_portable_kernel(
+    changes: dict[str, Any], reason: str
+) -> None:
+    problem = hopper_problem(**changes)
+    assert plan.forward_kernel(problem, HOPPER) == "forward_sm80"
+    with pytest.raises(plan.PlanError, match=reason):
+        plan.forward(problem, HOPPER, force="forward_sm90")
