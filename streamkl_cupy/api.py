@@ -10,6 +10,7 @@ outlives a call.
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, cast, overload
@@ -710,7 +711,7 @@ def _warmup_problems(head_dim1: int, head_dim2: int, dtype: str, unaligned: bool
     card = Device("cuda", 0)
     addresses = (ALIGNMENT_BYTES, ALIGNMENT_BYTES + ITEM_BYTES[dtype])
     problems = []
-    for num_queries in plan.QUERY_CLASSES:
+    for num_queries, causal in itertools.product(plan.QUERY_CLASSES, (False, True)):
         for address in addresses if unaligned else addresses[:1]:
             operands = [
                 Operand(
@@ -728,5 +729,5 @@ def _warmup_problems(head_dim1: int, head_dim2: int, dtype: str, unaligned: bool
                     ("k2", _WARMUP_KEYS, head_dim2),
                 )
             ]
-            problems.append(describe(*operands))
+            problems.append(describe(*operands, causal=causal))
     return problems

@@ -20,6 +20,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
+from scipy import special
 
 from streamkl_cupy import api, problem, reference
 
@@ -498,13 +499,15 @@ class _Textbook:
 
 
 def _log_softmax(logits: Array, allowed: Array) -> tuple[Array, Array]:
-    masked = np.where(allowed, logits, np.float32(-np.inf))
-    top = masked.max(axis=1, initial=-np.inf)
-    # A row that sees no key would give inf - inf; its log-sum-exp is -inf.
-    top = np.where(top == -np.inf, np.float32(0), top).astype(np.float32)
-    shifted = masked - top[:, None]
-    log_sum = np.log(np.exp(shifted).sum(axis=1))
-    return shifted - log_sum[:, None], top + log_sum
+    nothing = np.float32(-np.inf)
+    masked = np.where(allowed, logits, nothing)
+    if masked.shape[1] == 0:
+        return masked, np.full(masked.shape[0], nothing)
+    log_p = special.log_softmax(masked, axis=1)
+    # The logarithm of the sum is what was taken from the largest logit. A row that sees no key
+    # would give inf - inf; its log-sum-exp is -inf.
+    lse = np.where(allowed.any(axis=1), masked.max(axis=1) - log_p.max(axis=1), nothing)
+    return log_p, lse
 
 
 def _sum_allowed(weights: Array, vectors: Array, allowed: Array) -> Array:

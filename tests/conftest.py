@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import zlib
 from pathlib import Path
 
-import numpy as np
-import pytest
+# The tests multiply small matrices, which several threads of OpenBLAS only slow down. It reads this
+# when NumPy is imported.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from streamkl_cupy.cli import find_card
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+
+from streamkl_cupy.cli import find_card  # noqa: E402
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 
