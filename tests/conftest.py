@@ -11,10 +11,10 @@ from pathlib import Path
 # when NumPy is imported.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-import numpy as np  # noqa: E402
-import pytest  # noqa: E402
+import numpy as np
+import pytest
 
-from streamkl_cupy.cli import find_card  # noqa: E402
+from streamkl_cupy.cli import find_card
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 
