@@ -211,7 +211,7 @@ def assert_rule(library: ctypes.CDLL, logits: Logits, cut: Cut) -> None:
         # exactly, ours to a step of the sums, which are about 1.
         finite = ref[np.isfinite(ref[:, i]), i]
         typical = np.mean(np.abs(finite)) if finite.size else 0
-        floor = 1e-6 + (2 * EPSILON / typical if typical > 0 else 0)
+        floor = 1e-6 + (2 * EPSILON / max(typical, 1e-290) if typical > 0 else 0)
         compare.assert_accurate(name, ours[:, column], ref[:, i], baseline[:, i], floor)
 
 
