@@ -27,7 +27,8 @@ ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 # What the asynchronous copies of the kernels need of an address and of a stride.
 ALIGNMENT_BYTES = 16
-MAX_LENGTH = 2**31 - 1
+# 32-bit tile arithmetic rounds a length up to whole tiles.
+MAX_LENGTH = 2**31 - 2**16
 MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 8
 # The kernels multiply logits by scale * log2(e) in float32.
@@ -807,7 +808,7 @@ def _check_shapes(
             raise mismatch(key, expected, key_heads, remedy)
     for position, length in ((0, num_queries), (1, num_keys)):
         if length > MAX_LENGTH:
-            expected = f"a length below 2**31 ({MAX_LENGTH + 1})"
+            expected = f"a length of at most {MAX_LENGTH}"
             raise mismatch(position, expected, length, "split the sequence")
 
 

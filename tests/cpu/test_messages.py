@@ -480,7 +480,7 @@ GPU_CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
             operand("k2", 2**31, 8),
         ),
         ValueError,
-        "k1: expected a length below 2**31 (2147483648), got 2147483648 (shape (2147483648, 8), "
+        "k1: expected a length of at most 2147418112, got 2147483648 (shape (2147483648, 8), "
         "layout 'bhnd'); split the sequence.",
     ),
     "head dim": (

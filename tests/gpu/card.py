@@ -289,8 +289,8 @@ class Expected:
     def _allow_matrix_units(self) -> None:
         """Let outputs be off by eight times the baseline instead of two.
 
-        Where a common offset makes every logit a thousand times larger than their differences, the
-        matrix units' own sum is the limit: they align 16 products to the largest and cut what lies
+        Where logits are a thousand times larger than the differences that count (a common offset,
+        or logits of 1e3 and more) the matrix units' own sum is the limit: they align 16 products to the largest and cut what lies
         more than two bits below float32, an error that a NumPy model of it reproduces to a few
         percent (cuda_src/README.md, "Accuracy"). The textbook formula rounds each sum to nearest.
         """

@@ -45,7 +45,7 @@ class Samples:
         *,
         causal: bool,
         num_rows: int = 48,
-        num_keys: int = 16,
+        num_keys: int = 64,
     ) -> None:
         qk = [inputs[name] for name in INPUTS]
         problem = (inputs["dkl"], *qk)
