@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.gpu.card import Cupy, Expected, random_inputs, run, upload_all
+from streamkl_cupy.problem import INPUTS
+from tests.gpu.card import Cupy, Expected, forward_plan, random_inputs, run, upload
 
 # Each pair is a set of kernels of its own to compile.
 NUM_PAIRS = 12
@@ -19,7 +20,12 @@ def test_a_random_pair(draw: int, rng: np.random.Generator, cupy_library: Cupy) 
     # One side by the fused kernel, the other by the separate ones.
     fused, separate = rng.permutation(["1", "2"]).tolist()
     options = {"causal": bool(rng.integers(2)), "scale2": float(rng.normal() * 0.2)}
-    print(f"head dims {head_dim1} and {head_dim2}, {dtype}, side {fused} fused, {options}")
+    # Every third draw off alignment, on the guarded path.
+    offset = 0 if draw % 3 else 2 * int(rng.integers(1, 8))
+    print(
+        f"head dims {head_dim1} and {head_dim2}, {dtype}, side {fused} fused, {options}, "
+        f"{offset} bytes off alignment"
+    )
     inputs = random_inputs(
         rng,
         dtype,
@@ -30,7 +36,8 @@ def test_a_random_pair(draw: int, rng: np.random.Generator, cupy_library: Cupy) 
         head_dim1=head_dim1,
         head_dim2=head_dim2,
     )
-    arrays = upload_all(cupy_library, inputs)
+    arrays = {n: upload(cupy_library, x, offset * (n in INPUTS)) for n, x in inputs.items()}
+    assert ("_guarded" in forward_plan(arrays, options).name) == (offset > 0)
     expected = Expected(inputs, options)
     for side, strategy in ((fused, "fused"), (separate, "separate")):
         wrt = (f"q{side}", f"k{side}")
