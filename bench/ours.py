@@ -58,7 +58,7 @@ def kernel_names(chosen: Any) -> str:
 
 def portable_forward_entry(case: Case) -> Entry:
     """The portable kernel, which a card may have a faster one than."""
-    return forward_entry(case, overrides={"forward_kernel": "forward_sm80"})
+    return forward_entry(case, label=", portable", overrides={"forward_kernel": "forward_sm80"})
 
 
 def unshared_forward_entry(case: Case) -> Entry:

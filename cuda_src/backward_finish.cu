@@ -13,12 +13,14 @@ inline constexpr int kFinishThreads = 256;
 template <class Element, int kHeadDim>
 __global__ void __launch_bounds__(kFinishThreads) backward_finish(const FinishParams params) {
     constexpr int kColTiles = kHeadDim / 8;
-    const int per_head = params.num_row_tiles * kColTiles * 32;
-    const int blocks_per_head = ceil_div(per_head, kFinishThreads);
+    const int64 per_head = static_cast<int64>(params.num_row_tiles) * kColTiles * 32;
+    const int blocks_per_head = static_cast<int>((per_head + kFinishThreads - 1) / kFinishThreads);
     const int head_of_batch = blockIdx.x / blocks_per_head;
-    const int idx = blockIdx.x % blocks_per_head * kFinishThreads + threadIdx.x;
+    const int64 idx =
+        static_cast<int64>(blockIdx.x % blocks_per_head) * kFinishThreads + threadIdx.x;
     if (idx >= per_head) return;
-    const int lane = idx % 32, col_tile = idx / 32 % kColTiles, row_tile = idx / 32 / kColTiles;
+    const int lane = static_cast<int>(idx % 32), col_tile = static_cast<int>(idx / 32 % kColTiles);
+    const int row_tile = static_cast<int>(idx / 32 / kColTiles);
     const int col = col_tile * 8 + 2 * (lane % 4);
     if (col >= params.head_dim) return;
 
