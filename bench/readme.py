@@ -54,8 +54,10 @@ def render(paths: Sequence[str], root: Path = ROOT) -> str:
     lines = [f"One {card}. " + "; ".join(titles) + ".", ""]
     lines.append("| " + " | ".join(column.title for column in COLUMNS) + " |")
     lines.append("| " + " | ".join("--:" if column.spec else "---" for column in COLUMNS) + " |")
-    for row in (row for report in reports for row in report.rows if row["status"] == "ok"):
-        lines.append("| " + " | ".join(column.cell(row) for column in COLUMNS) + " |")
+    for report in reports:
+        for row in (row for row in report.rows if row["status"] == "ok"):
+            named = {**row, "case": f"{report.name}, {row['case']}"}
+            lines.append("| " + " | ".join(column.cell(named) for column in COLUMNS) + " |")
     return "\n".join(lines) + "\n"
 
 

@@ -80,7 +80,7 @@ def test_a_figure_changed_by_hand_is_found(tmp_path: Path) -> None:
     path = "bench/results/speed.json"
     table = readme.render([path], tmp_path)
     assert table.startswith(f"One NVIDIA X. [Title speed]({path}).\n")
-    assert "| full | forward | 3.14 | 512 | - |\n" in table
+    assert "| speed, full | forward | 3.14 | 512 | - |\n" in table
     assert "eager" not in table
     text = f"<!-- speed:begin -->\n{table}<!-- speed:end -->\n"
     assert speed_problems(text, tmp_path) == []
