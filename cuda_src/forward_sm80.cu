@@ -6,8 +6,8 @@
 //   q1 [B, H, N_Q, D1]  k1 [B, H_K1, N_K, D1]  q2 [B, H, N_Q, D2]  k2 [B, H_K2, N_K, D2]   -> rows
 //   [B, H, N_Q]
 //
-// Grid: one block per (batch, head, tile of kBlockQ queries, split of the keys), heavy query tiles
-// of a head first. Warps: kNumWarpsQ x kNumWarpsK; a warp owns 16 kRowTiles query rows and every
+// Grid: one block per (batch, head or pack of heads, tile of kBlockQ rows, split of the keys), heavy
+// query tiles of a head first. Warps: kNumWarpsQ x kNumWarpsK; a warp owns 16 kRowTiles query rows and every
 // kNumWarpsK-th part of a key tile.
 //
 //   1. Q1 and Q2 come to shared memory and, where they fit, stay in registers as mma operands.
@@ -66,7 +66,7 @@ struct ForwardTraits {
 
 template <class Element, int kHeadDim1, int kHeadDim2, int kRowTiles, int kNumWarpsQ,
           int kNumWarpsK, int kBlockK, int kChunkK, int kNumStages, bool kQueriesInRegisters,
-          bool kIsAligned>
+          bool kIsAligned, bool kIsPacked>
 __global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ* kNumWarpsK <= 4 ? 2 : 1)
     forward_sm80(const ForwardParams params) {
     using Traits = ForwardTraits<Element, kHeadDim1, kHeadDim2, kRowTiles, kNumWarpsQ, kNumWarpsK,
@@ -76,10 +76,11 @@ __global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ* kNum
     const uint32 sQ1 = shared_address(smem), sQ2 = sQ1 + Traits::kQ1Bytes;
     const uint32 sRing = sQ1 + Traits::kRingOffset;
 
-    const auto [split_idx, head_of_batch, batch_idx, head_idx, first_query] =
-        forward_block(params, blockIdx.x, Traits::kBlockQ);
+    const ForwardBlock block = forward_block(params, blockIdx.x);
+    const int batch_idx = block.batch_idx, head_idx = block.head_idx;
     const int warp_q = warp_id() % kNumWarpsQ, warp_k = warp_id() / kNumWarpsQ;
-    const int first_row = first_query + warp_q * Traits::kRowsPerWarp;
+    const int first_row = warp_q * Traits::kRowsPerWarp;
+    const TileRows<kIsPacked> rows(params, block, first_row);
     const KeyRange& range = params.range;
 
     // 1. The queries.
@@ -91,8 +92,17 @@ __global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ* kNum
                                         range.num_keys, params.head_dim1);
     const RowsOfHead gK2 = rows_of_head(params.k2, batch_idx, head_idx / params.group2,
                                         range.num_keys, params.head_dim2);
-    load_tile<Traits::kBlockQ, kHeadDim1, kNumThreads, kIsAligned>(sQ1, gQ1, first_query);
-    load_tile<Traits::kBlockQ, kHeadDim2, kNumThreads, kIsAligned>(sQ2, gQ2, first_query);
+    if constexpr (kIsPacked) {
+        load_packed_tile<Traits::kBlockQ, kHeadDim1, kNumThreads, kIsAligned>(
+            sQ1, gQ1, params.q1.head_stride, TileRows<true>(params, block, 0));
+        load_packed_tile<Traits::kBlockQ, kHeadDim2, kNumThreads, kIsAligned>(
+            sQ2, gQ2, params.q2.head_stride, TileRows<true>(params, block, 0));
+    } else {
+        load_tile<Traits::kBlockQ, kHeadDim1, kNumThreads, kIsAligned>(sQ1, gQ1,
+                                                                       block.first_query);
+        load_tile<Traits::kBlockQ, kHeadDim2, kNumThreads, kIsAligned>(sQ2, gQ2,
+                                                                       block.first_query);
+    }
     cp_async_commit();
     typename Traits::template Stationary<kHeadDim1> queries1;
     typename Traits::template Stationary<kHeadDim2> queries2;
@@ -100,13 +110,14 @@ __global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ* kNum
         cp_async_wait<0>();
         __syncthreads();
     }
-    queries1.load(sQ1 + warp_q * Traits::kRowsPerWarp * kHeadDim1 * 2);
-    queries2.load(sQ2 + warp_q * Traits::kRowsPerWarp * kHeadDim2 * 2);
+    queries1.load(sQ1 + first_row * kHeadDim1 * 2);
+    queries2.load(sQ2 + first_row * kHeadDim2 * 2);
     if constexpr (kQueriesInRegisters) __syncthreads();
 
     // 2. The ring of key tiles.
     const TileRange tiles =
-        tiles_of_split<Traits>(range, first_query, split_idx, params.num_splits);
+        tiles_of_split<kBlockK>(range, block.first_query, params.queries_per_tile,
+                                block.split_idx, params.num_splits);
     const auto load_stage = [&](int tile, int stage) {
         if (tile < tiles.end) {
             const uint32 sK1 = sRing + stage * Traits::kStageBytes;
@@ -122,9 +133,10 @@ __global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ* kNum
     KlState state[kLines];
     SKL_UNROLL
     for (int line = 0; line < kLines; ++line) state[line] = empty_state();
-    const Interval any = range.any_of(first_row, first_row + Traits::kRowsPerWarp - 1);
-    const Interval all = range.all_of(first_row, first_row + Traits::kRowsPerWarp - 1);
-    const bool has_rows = first_row < range.num_queries;
+    const int first_query = rows.query(0), last_query = rows.query(Traits::kRowsPerWarp - 1);
+    const Interval any = range.any_of(first_query, last_query);
+    const Interval all = range.all_of(first_query, last_query);
+    const bool has_rows = rows.exists(0, range.num_queries);
     const LaneOffset<kHeadDim1> lane1 = lane_offset_b<kHeadDim1>();
     const LaneOffset<kHeadDim2> lane2 = lane_offset_b<kHeadDim2>();
 
@@ -148,7 +160,7 @@ __global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ* kNum
             compute_scores<Element, kHeadDim2, kRowTiles, kChunkK>(
                 s2, queries2, sK2 + key_of_tile * kHeadDim2 * 2, lane2);
             if (first_key < all.begin || first_key + kChunkK > all.end) {
-                mask_scores(s1, s2, range, first_row, first_key, params.masked_logit1,
+                mask_scores(s1, s2, range, rows, first_key, params.masked_logit1,
                             params.masked_logit2);
             }
             // 4. The state.
@@ -163,7 +175,7 @@ __global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ* kNum
     for (int line = 0; line < kLines; ++line) state[line] = merge_lanes<2>(state[line]);
     if constexpr (kNumWarpsK > 1) {
         __syncthreads();
-        KlState* sStates = reinterpret_cast<KlState*>(smem) + warp_q * Traits::kRowsPerWarp;
+        KlState* sStates = reinterpret_cast<KlState*>(smem) + first_row;
         SKL_UNROLL
         for (int line = 0; line < kLines; ++line) {
             if (lane_id() % 4 == 0)
@@ -182,13 +194,9 @@ __global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ* kNum
     // 6. The rows.
     SKL_UNROLL
     for (int line = 0; line < kLines; ++line) {
-        const int query = first_row + row_of_line(line);
-        if (lane_id() % 4 != 0 || query >= range.num_queries) continue;
-        if (params.num_splits > 1) {
-            const int64 row = static_cast<int64>(head_of_batch) * range.num_queries + query;
-            write_partial(params, row * params.num_splits + split_idx, state[line]);
-        } else {
-            write_row(params, batch_idx, head_idx, query, state[line]);
+        const int row = row_of_line(line);
+        if (lane_id() % 4 == 0 && rows.exists(row, range.num_queries)) {
+            write_state(params, block, rows.head(row), rows.query(row), state[line]);
         }
     }
 }

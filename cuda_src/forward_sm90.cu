@@ -5,8 +5,8 @@
 //   q1 [B, H, N_Q, D1]  k1 [B, H_K1, N_K, D1]  q2 [B, H, N_Q, D2]  k2 [B, H_K2, N_K, D2]   -> rows
 //   [B, H, N_Q]
 //
-// Grid: one block per (batch, head, tile of kBlockQ queries, split of the keys), heavy query tiles
-// of a head first. Warpgroup 0 produces: one lane asks the copy engine for tiles. Each further
+// Grid: one block per (batch, head or pack of heads, tile of kBlockQ rows, split of the keys), heavy
+// query tiles of a head first. Warpgroup 0 produces: one lane asks the copy engine for tiles. Each further
 // warpgroup consumes: it owns 64 query rows.
 //
 //   1. Q1 and Q2 are fetched; queries that live in registers pass through the first two stages of
@@ -55,7 +55,7 @@ struct ForwardTraits {
 };
 
 template <class Element, int kHeadDim1, int kHeadDim2, int kNumConsumers, int kBlockK,
-          int kNumStages, bool kQueriesInRegisters>
+          int kNumStages, bool kQueriesInRegisters, bool kIsPacked>
 __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     forward_sm90(const __grid_constant__ ForwardMaps maps,
                  const __grid_constant__ ForwardParams params) {
@@ -70,11 +70,12 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
                  query_barrier = ring_barriers + Ring<kNumStages>::kBytes;
     Ring<kNumStages> ring(ring_barriers);
 
-    const auto [split_idx, head_of_batch, batch_idx, head_idx, first_query] =
-        forward_block(params, blockIdx.x, Traits::kBlockQ);
+    const ForwardBlock block = forward_block(params, blockIdx.x);
+    const int batch_idx = block.batch_idx, head_idx = block.head_idx;
     const KeyRange& range = params.range;
     const TileRange tiles =
-        tiles_of_split<Traits>(range, first_query, split_idx, params.num_splits);
+        tiles_of_split<kBlockK>(range, block.first_query, params.queries_per_tile, block.split_idx,
+                                params.num_splits);
     const int warpgroup = warp_id() / 4;
 
     if (threadIdx.x == 0) {
@@ -92,25 +93,33 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
         const auto step = [](int64 stride, int idx) { return stride == 0 ? 0 : idx; };
         // 1. The queries.
         if (lane == 0) {
+            const int rows_of_box = params.heads_per_tile * params.queries_per_tile;
+            const int bytes1 = Tile1::num_bytes(rows_of_box), bytes2 = Tile2::num_bytes(rows_of_box);
+            const int head1 = step(params.q1.head_stride, head_idx),
+                      head2 = step(params.q2.head_stride, head_idx);
+            const int batch1 = step(params.q1.batch_stride, batch_idx),
+                      batch2 = step(params.q2.batch_stride, batch_idx);
+            // The map of packed queries has its heads before its rows.
+            const auto load1 = [&](uint32 tile, uint32 barrier) {
+                Tile1::template load<Traits::kBlockQ>(
+                    tile, maps.q1, kIsPacked ? head1 : block.first_query,
+                    kIsPacked ? block.first_query : head1, batch1, barrier);
+            };
+            const auto load2 = [&](uint32 tile, uint32 barrier) {
+                Tile2::template load<Traits::kBlockQ>(
+                    tile, maps.q2, kIsPacked ? head2 : block.first_query,
+                    kIsPacked ? block.first_query : head2, batch2, barrier);
+            };
             if constexpr (kQueriesInRegisters) {
-                ring.producer_expect(Traits::kQ1Bytes);
-                Tile1::template load<Traits::kBlockQ>(
-                    sRing, maps.q1, first_query, step(params.q1.head_stride, head_idx),
-                    step(params.q1.batch_stride, batch_idx), ring.full());
+                ring.producer_expect(bytes1);
+                load1(sRing, ring.full());
                 ring.advance();
-                ring.producer_expect(Traits::kQ2Bytes);
-                Tile2::template load<Traits::kBlockQ>(
-                    sRing + Traits::kStageBytes, maps.q2, first_query,
-                    step(params.q2.head_stride, head_idx), step(params.q2.batch_stride, batch_idx),
-                    ring.full());
+                ring.producer_expect(bytes2);
+                load2(sRing + Traits::kStageBytes, ring.full());
             } else {
-                mbarrier_arrive_expect_bytes(query_barrier, Traits::kQ1Bytes + Traits::kQ2Bytes);
-                Tile1::template load<Traits::kBlockQ>(
-                    sQ1, maps.q1, first_query, step(params.q1.head_stride, head_idx),
-                    step(params.q1.batch_stride, batch_idx), query_barrier);
-                Tile2::template load<Traits::kBlockQ>(
-                    sQ2, maps.q2, first_query, step(params.q2.head_stride, head_idx),
-                    step(params.q2.batch_stride, batch_idx), query_barrier);
+                mbarrier_arrive_expect_bytes(query_barrier, bytes1 + bytes2);
+                load1(sQ1, query_barrier);
+                load2(sQ2, query_barrier);
             }
         }
         if constexpr (kQueriesInRegisters) {
@@ -143,12 +152,15 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     }
 
     take_registers<Traits::kConsumerRegisters>();
-    const int lane = lane_id(), first_row_of_group = first_query + 64 * (warpgroup - 1);
+    const int lane = lane_id(), first_row_of_group = 64 * (warpgroup - 1);
     const int first_row = first_row_of_group + 16 * (warp_id() % 4);
+    const TileRows<kIsPacked> rows(params, block, first_row);
     KlState state[2] = {empty_state(), empty_state()};
-    const Interval any = range.any_of(first_row_of_group, first_row_of_group + 63);
-    const Interval all = range.all_of(first_row_of_group, first_row_of_group + 63);
-    const bool has_rows = first_row_of_group < range.num_queries;
+    const TileRows<kIsPacked> rows_of_group(params, block, first_row_of_group);
+    const int first_query = rows_of_group.query(0), last_query = rows_of_group.query(63);
+    const Interval any = range.any_of(first_query, last_query);
+    const Interval all = range.all_of(first_query, last_query);
+    const bool has_rows = rows_of_group.exists(0, range.num_queries);
 
     using Queries1 = typename Choose<kQueriesInRegisters, PanelRegisters<kHeadDim1>,
                                      PanelShared<kHeadDim1>>::Type;
@@ -195,7 +207,7 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
         ring.consumer_release(lane);
         ring.advance();
         if (first_key < all.begin || first_key + kBlockK > all.end) {
-            mask_scores(s1, s2, range, first_row, first_key, params.masked_logit1,
+            mask_scores(s1, s2, range, rows, first_key, params.masked_logit1,
                         params.masked_logit2);
         }
         // 4. The state.
@@ -207,13 +219,9 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     SKL_UNROLL
     for (int line = 0; line < 2; ++line) {
         const KlState merged = merge_lanes<2>(state[line]);
-        const int query = first_row + row_of_line(line);
-        if (lane % 4 != 0 || query >= range.num_queries) continue;
-        if (params.num_splits > 1) {
-            const int64 row = static_cast<int64>(head_of_batch) * range.num_queries + query;
-            write_partial(params, row * params.num_splits + split_idx, merged);
-        } else {
-            write_row(params, batch_idx, head_idx, query, merged);
+        const int row = row_of_line(line);
+        if (lane % 4 == 0 && rows.exists(row, range.num_queries)) {
+            write_state(params, block, rows.head(row), rows.query(row), merged);
         }
     }
 }

@@ -80,9 +80,9 @@ SKL_HOST_DEVICE void update(KlState (&state)[kRows], float (&x1)[kRows][kCols],
                 const float y1 = fma(x1[row][col], scale1, -state[row].m1);
                 const float y2 = fma(x2[row][col], scale2, -state[row].m2);
                 const float e1 = fast_exp2(y1);
+                part_acc = fma(e1, y1 - y2, part_acc);
                 part1 += e1;
                 part2 += fast_exp2(y2);
-                part_acc = fma(e1, y1 - y2, part_acc);
             }
             // Pinned inside the loop, or the sums sink past it and everything they need stays
             // alive.

@@ -22,7 +22,8 @@ struct ForwardParams {
     KeyRange range;
     int num_heads, group1, group2;  // query heads in all, and per key head of each side
     int head_dim1, head_dim2;
-    int num_query_tiles, num_splits;
+    int num_query_tiles, num_splits;  // of a head (or pack of heads), of a tile's keys
+    int heads_per_tile, queries_per_tile;
     float scale1, scale2;                // to base 2, never zero
     float masked_logit1, masked_logit2;  // kMaskedLogit before the scale
     int64 num_rows;

@@ -5,32 +5,73 @@
 #include "key_range.cuh"
 #include "params.cuh"
 
-// What a block of the forward works on.
+// What a block of the forward works on. head_idx is the first head of a pack.
 struct ForwardBlock {
-    int split_idx, head_of_batch, batch_idx, head_idx, first_query;
+    int split_idx, batch_idx, head_idx, first_query;
 };
 
-// Splits of a tile of queries are neighbours, then come the tiles of a head, the last and (with a
-// causal mask) heaviest first.
-SKL_HOST_DEVICE ForwardBlock forward_block(const ForwardParams& params, int block_idx,
-                                           int block_q) {
+// Splits of a tile of queries are neighbours, then come the tiles of a head or pack of heads, the
+// last and (with a causal mask) heaviest first.
+SKL_HOST_DEVICE ForwardBlock forward_block(const ForwardParams& params, int block_idx) {
     const int tile_idx = block_idx / params.num_splits;
-    const int head_of_batch = tile_idx / params.num_query_tiles;
+    const int pack_of_batch = tile_idx / params.num_query_tiles;
     const int query_tile = params.num_query_tiles - 1 - tile_idx % params.num_query_tiles;
-    return {block_idx % params.num_splits, head_of_batch, head_of_batch / params.num_heads,
-            head_of_batch % params.num_heads, query_tile * block_q};
+    const int packs_per_batch = params.num_heads / params.heads_per_tile;
+    return {block_idx % params.num_splits, pack_of_batch / packs_per_batch,
+            pack_of_batch % packs_per_batch * params.heads_per_tile,
+            query_tile * params.queries_per_tile};
 }
+
+// Whose the rows of a tile of the forward are, from one of its rows on. Few queries of heads that
+// share their keys are packed into one tile, so that the keys are read once: the heads of a query are
+// then neighbours. Rows beyond the last whole query of a pack belong to nobody.
+template <bool kIsPacked>
+struct TileRows;
+
+template <>
+struct TileRows<false> {
+    int first_query, head_idx;
+
+    SKL_HOST_DEVICE TileRows(const ForwardParams&, const ForwardBlock& block, int first_row)
+        : first_query(block.first_query + first_row), head_idx(block.head_idx) {}
+
+    SKL_HOST_DEVICE int query(int row) const { return first_query + row; }
+    SKL_HOST_DEVICE int head(int) const { return head_idx; }
+    SKL_HOST_DEVICE bool exists(int row, int num_queries) const { return query(row) < num_queries; }
+};
+
+template <>
+struct TileRows<true> {
+    int first_query, first_head, heads_per_tile, num_rows, first_row;
+
+    SKL_HOST_DEVICE TileRows(const ForwardParams& params, const ForwardBlock& block, int first_row)
+        : first_query(block.first_query),
+          first_head(block.head_idx),
+          heads_per_tile(params.heads_per_tile),
+          num_rows(params.heads_per_tile * params.queries_per_tile),
+          first_row(first_row) {}
+
+    SKL_HOST_DEVICE int query(int row) const {
+        return first_query + (first_row + row) / heads_per_tile;
+    }
+    SKL_HOST_DEVICE int head(int row) const {
+        return first_head + (first_row + row) % heads_per_tile;
+    }
+    SKL_HOST_DEVICE bool exists(int row, int num_queries) const {
+        return first_row + row < num_rows && query(row) < num_queries;
+    }
+};
 
 // The first key tile of a split and the first one behind its last.
 struct TileRange {
     int begin, end;
 };
 
-template <class Traits>
-SKL_HOST_DEVICE TileRange tiles_of_split(const KeyRange& range, int first_query, int split_idx,
-                                         int num_splits) {
-    const Interval keys = range.any_of(first_query, first_query + Traits::kBlockQ - 1);
-    const int begin = keys.begin / Traits::kBlockK, end = ceil_div(keys.end, Traits::kBlockK);
+template <int kBlockK>
+SKL_HOST_DEVICE TileRange tiles_of_split(const KeyRange& range, int first_query, int num_queries,
+                                         int split_idx, int num_splits) {
+    const Interval keys = range.any_of(first_query, first_query + num_queries - 1);
+    const int begin = keys.begin / kBlockK, end = ceil_div(keys.end, kBlockK);
     const int num_tiles = max_of(0, end - begin), share = num_tiles / num_splits,
               rest = num_tiles % num_splits;
     const int first = begin + split_idx * share + min_of(split_idx, rest);

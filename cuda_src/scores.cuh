@@ -25,13 +25,13 @@ SKL_DEVICE void compute_scores(float (&s)[2 * kRowTiles][kCols / 4], const Stati
 }
 
 // Replaces the logits of keys that a row may not see. first_key is the key of column 0.
-template <int kLines, int kElements>
+template <int kLines, int kElements, class TileRows>
 SKL_DEVICE void mask_scores(float (&s1)[kLines][kElements], float (&s2)[kLines][kElements],
-                            const KeyRange& range, int first_row, int first_key,
+                            const KeyRange& range, const TileRows& rows, int first_key,
                             float masked_logit1, float masked_logit2) {
     SKL_UNROLL
     for (int line = 0; line < kLines; ++line) {
-        const int query = first_row + row_of_line(line);
+        const int query = rows.query(row_of_line(line));
         SKL_UNROLL
         for (int e = 0; e < kElements; ++e) {
             const int key = first_key + col_of_element(e);

@@ -61,6 +61,23 @@ SKL_DEVICE RowsOfHead rows_of_head(const TensorRef& tensor, int batch_idx, int h
             tensor.row_stride, num_rows, head_dim};
 }
 
+// One chunk from global to shared memory; zeros where it is not inside. `readable` is any address
+// that may be read.
+template <bool kIsAligned>
+SKL_DEVICE void copy_chunk(uint32 to, const uint16* from, bool is_inside, const uint16* readable) {
+    if constexpr (kIsAligned) {
+        cp_async_16(to, is_inside ? from : readable, is_inside);
+    } else {
+        uint32 v[4] = {0, 0, 0, 0};
+        if (is_inside) {
+            SKL_UNROLL
+            for (int j = 0; j < 4; ++j)
+                v[j] = from[2 * j] | static_cast<uint32>(from[2 * j + 1]) << 16;
+        }
+        store_shared_128(to, v);
+    }
+}
+
 // Starts the copy of rows [first_row, first_row + kRows) by all threads of the block. Aligned
 // tensors go by cp.async; others by guarded 2-byte loads, which are complete when the function
 // returns. A thread keeps its chunk and walks down the rows: one pointer and one step, so the copy
@@ -81,18 +98,26 @@ SKL_DEVICE void load_tile(uint32 tile, const RowsOfHead& source, int first_row) 
          ++i, row += kStep, from += kStep * source.row_stride) {
         if (kRows % kStep != 0 && row >= kRows) break;
         const bool is_inside = row < num_rows;
-        const uint32 to = tile + Layout::offset_bytes(row, chunk);
-        if constexpr (kIsAligned) {
-            cp_async_16(to, is_inside ? from : source.data, is_inside);
-        } else {
-            uint32 v[4] = {0, 0, 0, 0};
-            if (is_inside) {
-                SKL_UNROLL
-                for (int j = 0; j < 4; ++j)
-                    v[j] = from[2 * j] | static_cast<uint32>(from[2 * j + 1]) << 16;
-            }
-            store_shared_128(to, v);
-        }
+        copy_chunk<kIsAligned>(tile + Layout::offset_bytes(row, chunk), from, is_inside,
+                               source.data);
+    }
+}
+
+// The same for a tile of packed heads: `source` is the first of them, head_stride leads to the
+// next, and `rows` says which head and query a row is.
+template <int kRows, int kHeadDim, int kNumThreads, bool kIsAligned, class TileRows>
+SKL_DEVICE void load_packed_tile(uint32 tile, const RowsOfHead& source, int64 head_stride,
+                                 const TileRows& rows) {
+    using Layout = TileLayout<kHeadDim>;
+    SKL_NO_UNROLL
+    for (int i = threadIdx.x; i < kRows * Layout::kChunks; i += kNumThreads) {
+        const int row = i / Layout::kChunks, chunk = i % Layout::kChunks;
+        const bool is_inside =
+            rows.exists(row, source.num_rows) && chunk * 8 < source.head_dim;
+        const uint16* from = source.data + (rows.head(row) - rows.first_head) * head_stride +
+                             rows.query(row) * source.row_stride + chunk * 8;
+        copy_chunk<kIsAligned>(tile + Layout::offset_bytes(row, chunk), from, is_inside,
+                               source.data);
     }
 }
 #endif

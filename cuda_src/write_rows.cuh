@@ -4,6 +4,7 @@
 #include "base.cuh"
 #include "kl_state.cuh"
 #include "params.cuh"
+#include "schedule.cuh"
 
 // Merges groups of 2 kLargestDistance neighbouring lanes in a fixed tree; all of a group end with
 // the same state.
@@ -48,6 +49,20 @@ SKL_DEVICE void write_partial(const ForwardParams& params, int64 at, const KlSta
     params.partials[at + 2 * field] = state.m2;
     params.partials[at + 3 * field] = state.l2;
     params.partials[at + 4 * field] = state.acc;
+}
+
+// The end of a row of the forward: finished, or one of the partial states of its splits.
+SKL_DEVICE void write_state(const ForwardParams& params, const ForwardBlock& block, int head_idx,
+                            int query_idx, const KlState& state) {
+    if (params.num_splits > 1) {
+        const int64 row =
+            (static_cast<int64>(block.batch_idx) * params.num_heads + head_idx) *
+                params.range.num_queries +
+            query_idx;
+        write_partial(params, row * params.num_splits + block.split_idx, state);
+    } else {
+        write_row(params, block.batch_idx, head_idx, query_idx, state);
+    }
 }
 
 SKL_DEVICE KlState read_partial(const ForwardParams& params, int64 at) {

@@ -7,10 +7,6 @@ struct alignas(64) TensorMap {
     unsigned char bytes[128];
 };
 
-SKL_DEVICE void tma_prefetch_map(const TensorMap* map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 // Starts the copy of the box at (column, row, head, batch); the barrier counts its bytes.
 SKL_DEVICE void tma_load_4d(uint32 destination, const TensorMap* map, int column, int row, int head,
                             int batch, uint32 barrier) {
