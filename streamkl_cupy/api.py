@@ -5,6 +5,11 @@ take in -> describe -> plan -> launch -> hand back.
 Arrays on the CPU go to the float64 reference instead of plan and launch. What depends only on the
 shapes of a call (its checks, its plan) is kept for the next call of the same shapes; nothing else
 outlives a call.
+
+Who has addresses instead of arrays (a front door of another library) starts in the middle:
+`prepare_forward` or `prepare_backward` turns a `Problem` into a `Prepared`, which is kept for the
+next problem like it, and `Prepared.launch` takes addresses, a workspace and a stream. It wants
+``interop.under_device`` around it, which also refuses a forked process.
 """
 
 from __future__ import annotations
@@ -12,12 +17,13 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, cast, overload
 
 import numpy as np
 
 from streamkl_cupy import env, interop, jit, launch, plan, reference
+from streamkl_cupy.chain import Chain
 from streamkl_cupy.interop import CPU, Array, CudaLibrary, HostLibrary
 from streamkl_cupy.problem import (
     ALIGNMENT_BYTES,
@@ -44,8 +50,8 @@ from streamkl_cupy.state import KLState, SupportsDLPack
 
 ArrayT = TypeVar("ArrayT", bound=SupportsDLPack)
 
-_STATE = ("kl", "lse1", "lse2", "lse1_low", "lse2_low")
-_GRADIENTS = ("dq1", "dk1", "dq2", "dk2")
+_STATE = launch.STATE
+NULL_POINTERS = dict.fromkeys((*INPUTS, *_STATE, "dkl", *launch.GRADIENTS), 0)
 
 # Shapes of calls that are remembered. A training run with ragged batches sees many.
 _REMEMBERED = 4096
@@ -180,14 +186,14 @@ def attention_kl(
     library = cast(CudaLibrary, first.library)
     with interop.under_device(first.index):
         # Plan.
-        planned = _plan_forward(problem, first.index, env.force(), plan.current_override())
+        prepared = prepare_forward(problem, first.index, env.force(), plan.current_override())
         stream = library.current_stream(first.index)
-        planned.require_loaded(stream)
+        prepared.require_loaded(stream)
 
         # Launch.
         buffers = {} if outputs else _allocate(library, results, first.index)
-        pointers = _pointers(_STATE, buffers, inputs, outputs)
-        planned.launch(pointers, library, stream)
+        pointers = _pointers(buffers, inputs, outputs)
+        _launch(prepared, pointers, library, first.index, stream)
 
         # Hand back.
         library.settle(stream)
@@ -295,7 +301,7 @@ def attention_kl_backward(
     library = cast(CudaLibrary, first.library)
     with interop.under_device(first.index):
         # Plan.
-        planned = _plan_backward(
+        prepared = prepare_backward(
             problem,
             first.index,
             plan.current_override(),
@@ -305,13 +311,13 @@ def attention_kl_backward(
             dkl_strides,
         )
         stream = library.current_stream(first.index)
-        planned.require_loaded(stream)
+        prepared.require_loaded(stream)
 
         # Launch.
         buffers = {} if outputs else _allocate(library, results, first.index)
-        pointers = _pointers((*_STATE, *_GRADIENTS), buffers, inputs, rows, outputs)
+        pointers = _pointers(buffers, inputs, rows, outputs)
         pointers["dkl"] = upstream.pointer
-        planned.launch(pointers, library, stream)
+        _launch(prepared, pointers, library, first.index, stream)
 
         # Hand back.
         library.settle(stream)
@@ -418,20 +424,27 @@ def warmup(
     return tuple(dict.fromkeys(ready.name for ready in plans))
 
 
-class _Planned:
-    """A plan on a device, with the mark that its kernels are loaded there."""
+class Prepared:
+    """A plan on a card, ready to be launched at any addresses, again and again, from any thread.
 
-    __slots__ = ("_chosen", "_device_index", "_is_loaded", "_start")
+    Attributes
+    ----------
+    workspace_bytes
+        Size of the workspace that a launch needs, on the card, aligned to 256 bytes.
+    """
+
+    __slots__ = ("_chain", "_chosen", "_device_index", "_is_loaded", "workspace_bytes")
 
     def __init__(
         self,
         chosen: plan.ForwardPlan | plan.BackwardPlan,
+        chain: Chain,
         device_index: int,
-        start: Callable[[dict[str, int], int, int], None],
     ) -> None:
+        self.workspace_bytes = chosen.workspace_bytes
         self._chosen = chosen
+        self._chain = chain
         self._device_index = device_index
-        self._start = start
         self._is_loaded = False
         if env.debug():
             kernels = " ".join(kernel.kernel for kernel in chosen.kernels) or "nothing to launch"
@@ -440,6 +453,11 @@ class _Planned:
                 f"workspace {chosen.workspace_bytes} bytes",
                 file=sys.stderr,
             )
+
+    def load(self) -> None:
+        """Build and load the kernels, unless they are."""
+        self._chain.load()
+        self._is_loaded = True
 
     def require_loaded(self, stream: int) -> None:
         """Raise if a kernel would have to be loaded while a graph is being captured."""
@@ -460,34 +478,46 @@ class _Planned:
                 "make this call once."
             )
 
-    def launch(self, pointers: dict[str, int], library: CudaLibrary, stream: int) -> None:
-        """Launch the plan, with a workspace of the caller's library."""
-        # Held until after the launch; freed memory is handed out again in stream order only.
-        workspace, address = None, 0
-        if self._chosen.workspace_bytes:
-            size = (self._chosen.workspace_bytes,)
-            workspace, address = library.empty(size, "uint8", self._device_index)
-        self._start(pointers, address, stream)
-        del workspace
+    def launch(self, pointers: Mapping[str, int], workspace: int, stream: int) -> None:
+        """Launch the plan, under its device.
+
+        Parameters
+        ----------
+        pointers
+            `NULL_POINTERS` with the addresses of all that there is.
+        workspace
+            Address of the workspace; 0 if its size is 0.
+        stream
+            Handle of the stream.
+        """
+        self._chain.launch(pointers, workspace, stream)
         self._is_loaded = True
 
 
 @functools.lru_cache(maxsize=_REMEMBERED)
-def _plan_forward(
+def prepare_forward(
     problem: Problem, device_index: int, force: str | None, override: object
-) -> _Planned:
-    """Plan; `override` only tells apart what `plan` would decide differently."""
+) -> Prepared:
+    """Plan the forward for a card; the same object comes back for the same arguments.
+
+    Parameters
+    ----------
+    problem
+        What to compute.
+    device_index
+        The card.
+    force
+        `env.force()`.
+    override
+        `plan.current_override()`, which only tells apart what `plan` would decide differently.
+    """
     check_gpu(problem)
     chosen = plan.forward(problem, launch.device_facts(device_index), force=force)
-
-    def start(pointers: dict[str, int], workspace: int, stream: int) -> None:
-        launch.forward(chosen, problem, pointers, workspace, stream, device_index)
-
-    return _Planned(chosen, device_index, start)
+    return Prepared(chosen, launch.forward(chosen, problem, device_index), device_index)
 
 
 @functools.lru_cache(maxsize=_REMEMBERED)
-def _plan_backward(
+def prepare_backward(
     problem: Problem,
     device_index: int,
     override: object,
@@ -495,17 +525,35 @@ def _plan_backward(
     strategy: str,
     deterministic: bool,
     dkl: Strides,
-) -> _Planned:
-    """Plan; `override` only tells apart what `plan` would decide differently."""
+) -> Prepared:
+    """Plan the backward for a card, as `prepare_forward` does the forward.
+
+    Parameters
+    ----------
+    problem, device_index, override
+        As there.
+    wrt, strategy, deterministic
+        As `attention_kl_backward` takes them.
+    dkl
+        Strides of the upstream gradient.
+    """
     check_gpu(problem)
     facts = launch.device_facts(device_index)
     asked = tuple(name for name in INPUTS if name in wrt)  # the order makes no difference
     chosen = plan.backward(problem, facts, asked, strategy=strategy, deterministic=deterministic)
+    return Prepared(chosen, launch.backward(chosen, problem, dkl, device_index), device_index)
 
-    def start(pointers: dict[str, int], workspace: int, stream: int) -> None:
-        launch.backward(chosen, problem, dkl, pointers, workspace, stream, device_index)
 
-    return _Planned(chosen, device_index, start)
+def _launch(
+    prepared: Prepared, pointers: Mapping[str, int], library: CudaLibrary, index: int, stream: int
+) -> None:
+    """Launch with a workspace of the caller's library."""
+    # Held until after the launch; freed memory is handed out again in stream order only.
+    workspace, address = None, 0
+    if prepared.workspace_bytes:
+        workspace, address = library.empty((prepared.workspace_bytes,), "uint8", index)
+    prepared.launch(pointers, address, stream)
+    del workspace
 
 
 @functools.lru_cache(maxsize=_REMEMBERED)
@@ -628,10 +676,10 @@ def _allocate(
 
 
 def _pointers(
-    names: Iterable[str], buffers: Mapping[str, tuple[Any, int]], *arrays: Mapping[str, Array]
+    buffers: Mapping[str, tuple[Any, int]], *arrays: Mapping[str, Array]
 ) -> dict[str, int]:
     """The address of everything a launch can ask for; 0 for what there is not."""
-    pointers = dict.fromkeys(names, 0)
+    pointers = NULL_POINTERS.copy()
     for group in arrays:
         for name, array in group.items():
             pointers[name] = array.pointer

@@ -1,5 +1,8 @@
-"""Launch: one function per kernel sequence, argument order and workspaces. Everything it does a
+"""Launch: one function per chain of kernels, argument order and workspaces. Everything it does a
 plan has decided.
+
+`forward` and `backward` write down every argument of every kernel but the addresses. The `Chain`
+that comes back is launched as often as the same shapes come again, at any addresses.
 
 The parameter structs of ``cuda_src/params.cuh`` are packed here; ``tests/cpu/test_params.py``
 compares the layouts.
@@ -9,14 +12,11 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Mapping
-from typing import Any
 
-import numpy as np
-
-from streamkl_cupy import jit, tensor_map
-from streamkl_cupy.plan import BackwardPlan, DeviceFacts, ForwardPlan, KernelPlan, SidePlan
-from streamkl_cupy.problem import Problem, Strides, gradient_strides
+from streamkl_cupy.chain import Address, Chain, Clear, Kernel, Map, Params, Step
+from streamkl_cupy.plan import BackwardPlan, DeviceFacts, ForwardPlan, SidePlan
+from streamkl_cupy.problem import INPUTS, Problem, Strides, gradient_strides
+from streamkl_cupy.tensor_map import Tensor
 
 LOG2_E = 1.4426950408889634
 # The kernels divide by the scale to write masked logits. So small a scale gives the logits of a
@@ -52,14 +52,9 @@ BACKWARD_PARAMS = struct.Struct(
 )
 FINISH_PARAMS = struct.Struct("=" + "Q" + "Q" + _ROWS + "iii" + "i" + "f" + "4x")
 
-
-class _Stream:
-    """What CuPy needs of a stream that another library owns."""
-
-    __slots__ = ("ptr",)
-
-    def __init__(self, ptr: int) -> None:
-        self.ptr = ptr
+# What the arrays of a launch are called; one that there is not has the address 0.
+STATE = ("kl", "lse1", "lse2", "lse1_low", "lse2_low")
+GRADIENTS = ("dq1", "dk1", "dq2", "dk2")
 
 
 @functools.cache
@@ -89,71 +84,57 @@ def device_facts(device_index: int) -> DeviceFacts:
     )
 
 
-def forward(
-    plan: ForwardPlan,
-    problem: Problem,
-    pointers: Mapping[str, int],
-    workspace: int,
-    stream: int,
-    device_index: int,
-) -> None:
-    """Launch the forward, then ``reduce_splits`` if the keys are split.
+def forward(plan: ForwardPlan, problem: Problem, device_index: int) -> Chain:
+    """Write down the forward, then ``reduce_splits`` if the keys are split.
 
     Parameters
     ----------
     plan, problem
         What to run, and on what.
-    pointers
-        Addresses of ``q1 k1 q2 k2`` and of the outputs ``kl lse1 lse2 lse1_low lse2_low``; all but
-        ``kl`` may be 0.
-    workspace
-        Address of ``plan.workspace_bytes`` bytes.
-    stream
-        Address of the stream.
     device_index
-        The card the addresses belong to, which must be current.
+        The card.
+
+    Returns
+    -------
+    Chain
+        Launch it with the addresses of ``q1 k1 q2 k2`` and of the outputs
+        ``kl lse1 lse2 lse1_low lse2_low``, of which all but ``kl`` may be 0, and a workspace of
+        ``plan.workspace_bytes`` bytes.
     """
-    if not plan.kernels:
-        return
     scale1, scale2 = _log2_scale(problem.scale1), _log2_scale(problem.scale2)
-    params = FORWARD_PARAMS.pack(
-        *_inputs(problem, pointers),
-        *_strides(problem.row),
-        pointers["kl"],
-        pointers["lse1"],
-        pointers["lse2"],
-        pointers["lse1_low"],
-        pointers["lse2_low"],
-        workspace,
-        *_key_range(problem),
-        problem.num_heads,
-        problem.group1,
-        problem.group2,
-        problem.head_dim1,
-        problem.head_dim2,
-        plan.num_query_tiles,
-        plan.num_splits,
-        scale1,
-        scale2,
-        MASKED_LOGIT / scale1,
-        MASKED_LOGIT / scale2,
-        problem.num_rows,
+    params = Params(
+        FORWARD_PARAMS,
+        (
+            *_inputs(problem),
+            *_strides(problem.row),
+            *map(Address, STATE),
+            Address("workspace"),
+            *_key_range(problem),
+            problem.num_heads,
+            problem.group1,
+            problem.group2,
+            problem.head_dim1,
+            problem.head_dim2,
+            plan.num_query_tiles,
+            plan.num_splits,
+            scale1,
+            scale2,
+            MASKED_LOGIT / scale1,
+            MASKED_LOGIT / scale2,
+            problem.num_rows,
+        ),
     )
+    steps = []
     for kernel in plan.kernels:
-        maps = (_maps(problem, pointers, plan),) if kernel.kernel == "forward_sm90" else ()
-        _launch(kernel, plan.arch, (*maps, params), stream, device_index)
+        maps: tuple[Map, ...] = ()
+        if kernel.kernel == "forward_sm90":
+            maps = input_maps(problem, plan.tile.stationary_rows, plan.tile.block_k)
+        steps.append(Kernel(kernel, params, maps))
+    return Chain(plan.arch, device_index, steps)
 
 
-def backward(
-    plan: BackwardPlan,
-    problem: Problem,
-    dkl: Strides,
-    pointers: Mapping[str, int],
-    workspace: int,
-    stream: int,
-    device_index: int,
-) -> None:
-    """Launch the backward, one side after the other.
+def backward(plan: BackwardPlan, problem: Problem, dkl: Strides, device_index: int) -> Chain:
+    """Write down the backward, one side after the other.
 
     Parameters
     ----------
@@ -161,161 +142,123 @@ def backward(
         What to run, and on what.
     dkl
         Strides of the upstream gradient.
-    pointers
-        Addresses of ``q1 k1 q2 k2 dkl kl lse1 lse2 lse1_low lse2_low`` (low parts may be 0) and of
-        the gradients wanted,
-        ``dq1 dk1 dq2 dk2``.
-    workspace
-        Address of ``plan.workspace_bytes`` bytes, aligned to 256.
-    stream
-        Address of the stream.
     device_index
-        The card the addresses belong to, which must be current.
-    """
-    import cupy
+        The card.
 
-    max_dkl = workspace + plan.max_dkl_offset if problem.dtype == "float16" else 0
-    scratch = workspace + plan.scratch_offset
+    Returns
+    -------
+    Chain
+        Launch it with the addresses of ``q1 k1 q2 k2 dkl kl lse1 lse2 lse1_low lse2_low`` (low
+        parts may be 0) and of the gradients ``dq1 dk1 dq2 dk2`` (0 for what is not wanted), and a
+        workspace of ``plan.workspace_bytes`` bytes, aligned to 256.
+    """
+    is_scaled = problem.dtype == "float16"
+    max_dkl = Address("workspace", plan.max_dkl_offset) if is_scaled else 0
+    scratch = Address("workspace", plan.scratch_offset)
+    steps: list[Step] = []
     for side in plan.sides:
-        if max_dkl:
-            cupy.cuda.runtime.memsetAsync(max_dkl, 0, 4, stream)
+        if isinstance(max_dkl, Address):
+            steps.append(Clear(max_dkl, 4))
         if side.prepare is not None:
-            params = PREPARE_PARAMS.pack(
-                *_strides(problem.row),
-                pointers["kl"],
-                pointers["lse1"],
-                pointers["lse2"],
-                pointers["lse1_low"],
-                pointers["lse2_low"],
-                pointers["dkl"],
-                *_strides(dkl),
-                workspace,
-                max_dkl,
-                problem.num_heads,
-                problem.num_queries,
-                problem.num_rows,
+            params = Params(
+                PREPARE_PARAMS,
+                (
+                    *_strides(problem.row),
+                    *map(Address, STATE),
+                    Address("dkl"),
+                    *_strides(dkl),
+                    Address("workspace"),
+                    max_dkl,
+                    problem.num_heads,
+                    problem.num_queries,
+                    problem.num_rows,
+                ),
             )
-            _launch(side.prepare, plan.arch, (params,), stream, device_index)
-        backward_params = functools.partial(
-            _backward_params, problem, dkl, pointers, workspace, max_dkl, side
-        )
+            steps.append(Kernel(side.prepare, params))
+        backward_params = functools.partial(_backward_params, problem, dkl, max_dkl, side)
         if side.fused is not None and side.finish is not None:
-            cupy.cuda.runtime.memsetAsync(scratch, 0, side.scratch_bytes, stream)
-            _launch(
-                side.fused,
-                plan.arch,
-                (backward_params(scratch, side.key_blocks),),
-                stream,
-                device_index,
-            )
-            _launch(
-                side.finish,
-                plan.arch,
-                (_finish_params(problem, pointers, scratch, side),),
-                stream,
-                device_index,
-            )
+            steps.append(Clear(scratch, side.scratch_bytes))
+            steps.append(Kernel(side.fused, backward_params(scratch, side.key_blocks)))
+            steps.append(Kernel(side.finish, _finish_params(problem, scratch, side)))
         if side.dq is not None:
-            _launch(side.dq, plan.arch, (backward_params(0, side.dq_blocks),), stream, device_index)
+            steps.append(Kernel(side.dq, backward_params(0, side.dq_blocks)))
         if side.dk is not None:
-            _launch(
-                side.dk, plan.arch, (backward_params(0, side.key_blocks),), stream, device_index
-            )
+            steps.append(Kernel(side.dk, backward_params(0, side.key_blocks)))
+    return Chain(plan.arch, device_index, steps)
+
+
+def input_maps(problem: Problem, block_q: int, block_k: int) -> tuple[Map, ...]:
+    """The tensor maps of q1 k1 q2 k2 in boxes of so many queries and keys."""
+    queries = problem.batch, problem.num_heads, problem.num_queries
+    keys1 = problem.batch, problem.num_key_heads1, problem.num_keys
+    keys2 = problem.batch, problem.num_key_heads2, problem.num_keys
+    dim1, dim2, dtype = problem.head_dim1, problem.head_dim2, problem.dtype
+    return (
+        Map("q1", Tensor((*queries, dim1), problem.q1, dtype, block_q)),
+        Map("k1", Tensor((*keys1, dim1), problem.k1, dtype, block_k)),
+        Map("q2", Tensor((*queries, dim2), problem.q2, dtype, block_q)),
+        Map("k2", Tensor((*keys2, dim2), problem.k2, dtype, block_k)),
+    )
 
 
 def _backward_params(
     problem: Problem,
     dkl: Strides,
-    pointers: Mapping[str, int],
-    row_statistics: int,
-    max_dkl: int,
+    max_dkl: Address | int,
     side: SidePlan,
-    scratch: int,
+    scratch: Address | int,
     num_blocks: int,
-) -> bytes:
+) -> Params:
     dq, dk = f"q{side.side}", f"k{side.side}"
-    return BACKWARD_PARAMS.pack(
-        *_inputs(problem, pointers),
-        pointers["dkl"],
-        *_strides(dkl),
-        row_statistics,
-        max_dkl,
-        pointers.get("d" + dq, 0),
-        pointers.get("d" + dk, 0),
-        *_strides(gradient_strides(problem, dq)),
-        *_strides(gradient_strides(problem, dk)),
-        scratch,
-        *_key_range(problem),
-        problem.num_heads,
-        problem.group1,
-        problem.group2,
-        problem.head_dim1,
-        problem.head_dim2,
-        num_blocks,
-        _log2_scale(problem.scale1),
-        _log2_scale(problem.scale2),
-        problem.scale1 if side.side == 1 else problem.scale2,
+    return Params(
+        BACKWARD_PARAMS,
+        (
+            *_inputs(problem),
+            Address("dkl"),
+            *_strides(dkl),
+            Address("workspace"),
+            max_dkl,
+            Address("d" + dq),
+            Address("d" + dk),
+            *_strides(gradient_strides(problem, dq)),
+            *_strides(gradient_strides(problem, dk)),
+            scratch,
+            *_key_range(problem),
+            problem.num_heads,
+            problem.group1,
+            problem.group2,
+            problem.head_dim1,
+            problem.head_dim2,
+            num_blocks,
+            _log2_scale(problem.scale1),
+            _log2_scale(problem.scale2),
+            problem.scale1 if side.side == 1 else problem.scale2,
+        ),
     )
 
 
-def _finish_params(
-    problem: Problem, pointers: Mapping[str, int], scratch: int, side: SidePlan
-) -> bytes:
+def _finish_params(problem: Problem, scratch: Address, side: SidePlan) -> Params:
     dq = f"q{side.side}"
-    return FINISH_PARAMS.pack(
-        scratch,
-        pointers["d" + dq],
-        *_strides(gradient_strides(problem, dq)),
-        problem.num_heads,
-        problem.num_queries,
-        problem.head_dim1 if side.side == 1 else problem.head_dim2,
-        -(-problem.num_queries // 16),
-        problem.scale1 if side.side == 1 else problem.scale2,
+    return Params(
+        FINISH_PARAMS,
+        (
+            scratch,
+            Address("d" + dq),
+            *_strides(gradient_strides(problem, dq)),
+            problem.num_heads,
+            problem.num_queries,
+            problem.head_dim1 if side.side == 1 else problem.head_dim2,
+            -(-problem.num_queries // 16),
+            problem.scale1 if side.side == 1 else problem.scale2,
+        ),
     )
 
 
-def _maps(problem: Problem, pointers: Mapping[str, int], plan: ForwardPlan) -> bytes:
-    """The tensor maps of q1 k1 q2 k2, whose boxes are the tiles of the plan."""
-    queries = problem.batch, problem.num_heads, problem.num_queries
-    keys1 = problem.batch, problem.num_key_heads1, problem.num_keys
-    keys2 = problem.batch, problem.num_key_heads2, problem.num_keys
-    block_q, block_k = plan.tile.stationary_rows, plan.tile.block_k
-    encode, dtype = tensor_map.encode, problem.dtype
-    dim1, dim2 = problem.head_dim1, problem.head_dim2
-    return (
-        encode(pointers["q1"], (*queries, dim1), problem.q1, dtype, block_q)
-        + encode(pointers["k1"], (*keys1, dim1), problem.k1, dtype, block_k)
-        + encode(pointers["q2"], (*queries, dim2), problem.q2, dtype, block_q)
-        + encode(pointers["k2"], (*keys2, dim2), problem.k2, dtype, block_k)
-    )
-
-
-def _launch(
-    kernel: KernelPlan, arch: str, structs: tuple[bytes, ...], stream: int, device_index: int
-) -> None:
-    function = jit.function(
-        kernel.kernel, kernel.template, arch, device_index, shared_memory=kernel.shared_memory
-    )
-    # A struct goes by value as an array of one void; a NumPy scalar in its place would crash the
-    # process.
-    arguments: Any = tuple(np.frombuffer(one, dtype=f"V{len(one)}") for one in structs)
-    function(
-        (kernel.grid,),
-        (kernel.block,),
-        arguments,
-        shared_mem=kernel.shared_memory,
-        stream=_Stream(stream),
-    )
-
-
-def _inputs(problem: Problem, pointers: Mapping[str, int]) -> tuple[int, ...]:
-    q1, k1, q2, k2 = problem.q1, problem.k1, problem.q2, problem.k2
-    return (
-        *(pointers["q1"], q1.batch, q1.head, q1.row),
-        *(pointers["k1"], k1.batch, k1.head, k1.row),
-        *(pointers["q2"], q2.batch, q2.head, q2.row),
-        *(pointers["k2"], k2.batch, k2.head, k2.row),
-    )
+def _inputs(problem: Problem) -> tuple[int | Address, ...]:
+    fields: list[int | Address] = []
+    for name in INPUTS:
+        fields += (Address(name), *_strides(getattr(problem, name)))
+    return tuple(fields)
 
 
 def _strides(strides: Strides) -> tuple[int, int, int]:

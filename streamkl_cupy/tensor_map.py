@@ -1,7 +1,8 @@
 """TMA descriptors: what the copy engine of Hopper needs to know of a tensor.
 
-The only place that calls the driver. A descriptor is 128 bytes that the driver fills in; encoding
-one takes about two microseconds, and repeated ones are kept.
+The only place that calls the driver by itself. A descriptor is 128 bytes that the driver fills in.
+It depends on an address and on nothing that lies there, so one that has been encoded stays right
+whoever owns the memory by now.
 """
 
 from __future__ import annotations
@@ -28,20 +29,11 @@ class TensorMapError(RuntimeError):
     """The driver refused a descriptor."""
 
 
-@functools.lru_cache(maxsize=4096)
-def encode(
-    pointer: int,
-    shape: tuple[int, int, int, int],
-    strides: Strides,
-    dtype: str,
-    box_rows: int,
-) -> bytes:
-    """Encode the descriptor of a tensor for boxes of ``box_rows`` rows by 64 columns.
+class Tensor:
+    """All that a descriptor holds but the address, for boxes of ``box_rows`` rows by 64 columns.
 
     Parameters
     ----------
-    pointer
-        Address of the first element, a multiple of 16.
     shape
         Batch, heads, rows, columns.
     strides
@@ -51,6 +43,44 @@ def encode(
         ``"bfloat16"`` or ``"float16"``.
     box_rows
         At most 256.
+    """
+
+    __slots__ = ("arguments", "text")
+
+    def __init__(
+        self, shape: tuple[int, int, int, int], strides: Strides, dtype: str, box_rows: int
+    ) -> None:
+        batch, heads, rows, columns = shape
+        sizes = (columns, rows, heads if strides.head else 1, batch if strides.batch else 1)
+        # An axis of one step is never stepped along, but the driver wants a stride for it.
+        steps = [2 * (stride or columns) for stride in (strides.row, strides.head, strides.batch)]
+        self.text = f"shape {shape}, {strides}, box {box_rows}"
+        # Before and after the address; made once, for that takes longer than the call.
+        self.arguments = (
+            (_DATA_TYPES[dtype], 4),
+            (
+                (ctypes.c_uint64 * 4)(*sizes),
+                (ctypes.c_uint64 * 3)(*(-(-step // 16) * 16 for step in steps)),
+                (ctypes.c_uint32 * 4)(PANEL_COLUMNS, box_rows, 1, 1),
+                (ctypes.c_uint32 * 4)(1, 1, 1, 1),
+                _INTERLEAVE_NONE,
+                _SWIZZLE_128B,
+                _L2_PROMOTION_256B,
+                _OUT_OF_BOUNDS_ZERO,
+            ),
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def encode(tensor: Tensor, pointer: int) -> bytes:
+    """Encode the descriptor of a tensor at an address. The latest ones are kept.
+
+    Parameters
+    ----------
+    tensor
+        What the descriptor says of the tensor; told apart by identity.
+    pointer
+        Address of the first element, a multiple of 16.
 
     Returns
     -------
@@ -62,26 +92,10 @@ def encode(
     TensorMapError
         The driver refused it.
     """
-    batch, heads, rows, columns = shape
-    sizes = (columns, rows, heads if strides.head else 1, batch if strides.batch else 1)
-    # An axis of one step is never stepped along, but the driver wants a stride for it.
-    steps = [2 * (stride or columns) for stride in (strides.row, strides.head, strides.batch)]
     buffer = (ctypes.c_char * (MAP_BYTES + 64))()
     address = -(-ctypes.addressof(buffer) // 64) * 64
-    arguments = (
-        ctypes.c_void_p(address),
-        _DATA_TYPES[dtype],
-        4,
-        ctypes.c_void_p(pointer),
-        (ctypes.c_uint64 * 4)(*sizes),
-        (ctypes.c_uint64 * 3)(*(-(-step // 16) * 16 for step in steps)),
-        (ctypes.c_uint32 * 4)(PANEL_COLUMNS, box_rows, 1, 1),
-        (ctypes.c_uint32 * 4)(1, 1, 1, 1),
-        _INTERLEAVE_NONE,
-        _SWIZZLE_128B,
-        _L2_PROMOTION_256B,
-        _OUT_OF_BOUNDS_ZERO,
-    )
+    before, after = tensor.arguments
+    arguments = (ctypes.c_void_p(address), *before, ctypes.c_void_p(pointer), *after)
     code = _driver()(*arguments)
     if code == _NO_CONTEXT:
         # The first use of CUDA in this thread: the runtime makes the context current, the driver
@@ -91,9 +105,7 @@ def encode(
         cupy.cuda.runtime.setDevice(cupy.cuda.runtime.getDevice())
         code = _driver()(*arguments)
     if code != 0:
-        raise TensorMapError(
-            f"cuTensorMapEncodeTiled: error {code} for shape {shape}, {strides}, box {box_rows}"
-        )
+        raise TensorMapError(f"cuTensorMapEncodeTiled: error {code} for {tensor.text}")
     return ctypes.string_at(address, MAP_BYTES)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -81,6 +82,13 @@ class CardLibrary:
         return buffer
 
 
+class PretendedChain:
+    """Stands for the chain of launches of a plan."""
+
+    def __init__(self, launch: Any) -> None:
+        self.launch = launch
+
+
 class Card:
     """Records what reaches the launch, and computes it."""
 
@@ -101,13 +109,25 @@ class Card:
             self.current.pop()
 
     def forward(
+        self, chosen: plan.ForwardPlan, problem: Problem, device_index: int
+    ) -> PretendedChain:
+        return PretendedChain(functools.partial(self.launch_forward, chosen, problem, device_index))
+
+    def backward(
+        self, chosen: plan.BackwardPlan, problem: Problem, dkl: Strides, device_index: int
+    ) -> PretendedChain:
+        return PretendedChain(
+            functools.partial(self.launch_backward, chosen, problem, dkl, device_index)
+        )
+
+    def launch_forward(
         self,
         chosen: plan.ForwardPlan,
         problem: Problem,
+        device_index: int,
         pointers: dict[str, int],
         workspace: int,
         stream: int,
-        device_index: int,
     ) -> None:
         assert self.current == [device_index]
         assert (workspace != 0) == (chosen.workspace_bytes > 0)
@@ -120,15 +140,15 @@ class Card:
         for name in ("lse1_low", "lse2_low"):
             self.write_rows(problem, pointers[name], np.full_like(state.kl, 0.25))
 
-    def backward(
+    def launch_backward(
         self,
         chosen: plan.BackwardPlan,
         problem: Problem,
         dkl: Strides,
+        device_index: int,
         pointers: dict[str, int],
         workspace: int,
         stream: int,
-        device_index: int,
     ) -> None:
         assert self.current == [device_index]
         if workspace:
@@ -210,12 +230,12 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
 
     monkeypatch.setattr(plan, "forward", counted(plan.forward))
     monkeypatch.setattr(plan, "backward", counted(plan.backward))
-    api._plan_forward.cache_clear()
-    api._plan_backward.cache_clear()
+    api.prepare_forward.cache_clear()
+    api.prepare_backward.cache_clear()
     yield pretended
     # The plans of this test hold its pretended launches.
-    api._plan_forward.cache_clear()
-    api._plan_backward.cache_clear()
+    api.prepare_forward.cache_clear()
+    api.prepare_backward.cache_clear()
 
 
 def random_inputs(

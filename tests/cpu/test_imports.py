@@ -21,19 +21,20 @@ LEVELS = {
     "jit": 1,
     "plan": 1,
     "tensor_map": 1,
+    "chain": 2,
     "interop": 2,
-    "launch": 2,
-    "api": 3,
-    "audit": 4,
-    "jax": 4,
-    "torch": 4,
-    "cli": 5,
-    "__main__": 6,
+    "launch": 3,
+    "api": 4,
+    "audit": 5,
+    "jax": 5,
+    "torch": 5,
+    "cli": 6,
+    "__main__": 7,
 }
 
 # Modules that may name an array library at all, and where.
 HOMES = {
-    "cupy": {"interop", "jit", "launch", "tensor_map", "torch", "jax", "cli", "audit"},
+    "cupy": {"chain", "interop", "jit", "launch", "tensor_map", "torch", "jax", "cli", "audit"},
     "torch": {"torch"},
     "jax": {"jax"},
     "cuda": {"jit", "cli"},

@@ -6,10 +6,8 @@ import ctypes
 import itertools
 import re
 import struct
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ import pytest
 from streamkl_cupy import jit, launch, plan
 from streamkl_cupy.problem import Problem, Strides, gradient_strides
 from tests import host_compiler
+from tests.pretended_driver import Cleared, Driver
 
 SOURCES = jit.source_directory()
 CARD = plan.device_facts("sm_90a")
@@ -161,21 +160,8 @@ DKL = Strides(77_000, 7000, 7)
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bytes]]:
-    """What is launched, and cleared, in order: the name of the kernel and its parameters."""
-    seen: list[tuple[str, bytes]] = []
-    monkeypatch.setattr(
-        launch,
-        "_launch",
-        lambda kernel, arch, structs, *_: seen.append((kernel.kernel, structs[-1])),
-    )
-    runtime = SimpleNamespace(
-        memsetAsync=lambda address, value, size, stream: seen.append(
-            ("clear", struct.pack("=QQ", address, size))
-        )
-    )
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
-    return seen
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    return Driver(monkeypatch)
 
 
 def values(struct_name: str, params: bytes) -> dict[str, Any]:
@@ -217,14 +203,15 @@ def common(problem: Problem) -> dict[str, Any]:
     }
 
 
-def test_forward_packs_each_value_in_its_field(launches: list[tuple[str, bytes]]) -> None:
+def test_forward_packs_each_value_in_its_field(driver: Driver) -> None:
     problem = distinct_problem("bfloat16")
     with plan.override(num_splits=5):
         chosen = plan.forward(problem, CARD)
-    launch.forward(chosen, problem, POINTERS, WORKSPACE, 0, 0)
-    assert [name for name, _ in launches] == ["forward_sm80", "reduce_splits"]
-    assert launches[0][1] == launches[1][1]
-    assert values("ForwardParams", launches[0][1]) == {
+    launch.forward(chosen, problem, 0).launch(POINTERS, WORKSPACE, 0)
+    forward, reduce = driver.seen
+    assert (forward.kernel, reduce.kernel) == ("forward_sm80", "reduce_splits")
+    assert forward.params == reduce.params
+    assert values("ForwardParams", forward.params) == {
         **common(problem),
         **rows("rows", problem.row),
         **{name: POINTERS[name] for name in RESULTS},
@@ -239,22 +226,20 @@ def test_forward_packs_each_value_in_its_field(launches: list[tuple[str, bytes]]
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("strategy", ["fused", "separate"])
-def test_backward_packs_each_value_in_its_field(
-    launches: list[tuple[str, bytes]], dtype: str, strategy: str
-) -> None:
+def test_backward_packs_each_value_in_its_field(driver: Driver, dtype: str, strategy: str) -> None:
     problem = distinct_problem(dtype)
     chosen = plan.backward(problem, CARD, INPUTS, strategy=strategy)
-    launch.backward(chosen, problem, DKL, POINTERS, WORKSPACE, 0, 0)
+    launch.backward(chosen, problem, DKL, 0).launch(POINTERS, WORKSPACE, 0)
     max_dkl = WORKSPACE + chosen.max_dkl_offset if dtype == "float16" else 0
     scratch = WORKSPACE + chosen.scratch_offset
-    seen = iter(launches)
+    seen = iter(driver.seen)
     for side in chosen.sides:
         dq, dk = f"q{side.side}", f"k{side.side}"
         if max_dkl:
-            assert next(seen) == ("clear", struct.pack("=QQ", max_dkl, 4))
-        name, params = next(seen)
-        assert name == "backward_prepare"
-        assert values("PrepareParams", params) == {
+            assert next(seen) == Cleared(max_dkl, 4, 0)
+        step = next(seen)
+        assert step.kernel == "backward_prepare"
+        assert values("PrepareParams", step.params) == {
             **rows("rows", problem.row),
             **{name: POINTERS[name] for name in RESULTS},
             "dkl": POINTERS["dkl"],
@@ -279,14 +264,14 @@ def test_backward_packs_each_value_in_its_field(
             "gradient_scale": pytest.approx(0.11 if side.side == 1 else -0.23, rel=1e-7),
         }
         if strategy == "fused":
-            cleared = struct.pack("=QQ", scratch, side.scratch_bytes)
-            assert next(seen) == ("clear", cleared)
+            assert next(seen) == Cleared(scratch, side.scratch_bytes, 0)
             expected |= {"dq_scratch": scratch, "num_blocks": side.key_blocks}
-            name, params = next(seen)
-            assert (name, values("BackwardParams", params)) == ("backward_fused_sm80", expected)
-            name, params = next(seen)
-            assert name == "backward_finish"
-            assert values("FinishParams", params) == {
+            step = next(seen)
+            assert step.kernel == "backward_fused_sm80"
+            assert values("BackwardParams", step.params) == expected
+            step = next(seen)
+            assert step.kernel == "backward_finish"
+            assert values("FinishParams", step.params) == {
                 "dq_scratch": scratch,
                 "dq": POINTERS["d" + dq],
                 **rows("dq_rows", gradient_strides(problem, dq)),
@@ -298,10 +283,10 @@ def test_backward_packs_each_value_in_its_field(
             }
         else:
             for kernel, num_blocks in (("dq", side.dq_blocks), ("dk", side.key_blocks)):
-                name, params = next(seen)
+                step = next(seen)
                 expected["num_blocks"] = num_blocks
-                assert name == f"backward_{kernel}_sm80"
-                assert values("BackwardParams", params) == expected
+                assert step.kernel == f"backward_{kernel}_sm80"
+                assert values("BackwardParams", step.params) == expected
     assert next(seen, None) is None
 
 

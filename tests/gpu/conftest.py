@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from streamkl_cupy import jit
+from streamkl_cupy.chain import Chain, Kernel
 from tests.gpu.card import POISON, Cupy, Library, Torch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,13 +92,15 @@ def poisoned_memory() -> Iterator[None]:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
     """The kernels launched so far, each with its template arguments."""
     calls: list[tuple[str, dict[str, Any]]] = []
-    original = jit.function
+    original = Chain.launch
 
-    def recorded(kernel: str, template: jit.Template, *rest: Any, **options: Any) -> Any:
-        calls.append((kernel, dict(template)))
-        return original(kernel, template, *rest, **options)
+    def recorded(chain: Chain, *arguments: Any) -> None:
+        for step in chain.steps:
+            if isinstance(step, Kernel):
+                calls.append((step.plan.kernel, dict(step.plan.template)))
+        original(chain, *arguments)
 
-    monkeypatch.setattr(jit, "function", recorded)
+    monkeypatch.setattr(Chain, "launch", recorded)
     return calls
 
 

@@ -1,0 +1,270 @@
+"""Chains of launches on one card: all arguments written down once, but the addresses.
+
+A `Chain` is made of steps: a `Kernel` with its parameter struct and its tensor maps, or a
+`Clear` of some memory. Where an address belongs stands an `Address`, the name of an array. A launch
+of the chain fills in the addresses, and costs the host little more than what the driver takes.
+
+The arguments of all kernels lie in one block of host memory, which the driver copies at each
+launch. No two calls share one at the same time: a call takes a block that is free, or makes another
+one, and puts it back when it has launched.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+from streamkl_cupy import jit
+from streamkl_cupy.plan import KernelPlan
+from streamkl_cupy.tensor_map import MAP_BYTES, Tensor, encode
+
+_WORD_BYTES = 8  # of an address
+_ALIGNMENT = 64  # of a tensor map, the strictest of all arguments
+_CUDA_ERROR_INVALID_CONTEXT = 201
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """The address of an array that a launch names, and some bytes beyond it.
+
+    ``"workspace"`` is the workspace of the launch.
+    """
+
+    name: str
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Params:
+    """A parameter struct and the value of each field; an `Address` stands for what it becomes."""
+
+    layout: struct.Struct
+    values: tuple[int | float | Address, ...]
+
+
+class Map(NamedTuple):
+    """A tensor map: the array it is of, and the rest."""
+
+    name: str
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A launch. The arguments of the kernel are one struct of all maps, if there are any, and the
+    parameters; kernels may share the latter."""
+
+    plan: KernelPlan
+    params: Params
+    maps: tuple[Map, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """Zeros written to memory."""
+
+    address: Address
+    size: int
+
+
+Step: TypeAlias = Kernel | Clear
+
+
+class _Block:
+    """Memory for the arguments of one launch of a chain."""
+
+    __slots__ = ("address", "memory", "words")
+
+    def __init__(self, template: bytes, inner: Iterable[tuple[int, int]]) -> None:
+        owner = bytearray(len(template) + _ALIGNMENT)
+        first = ctypes.addressof(ctypes.c_char.from_buffer(owner))
+        start = -first % _ALIGNMENT
+        self.address = first + start
+        self.memory = memoryview(owner)[start : start + len(template)]
+        self.memory[:] = template
+        self.words = self.memory.cast("Q")
+        for word, offset in inner:
+            self.words[word] = self.address + offset
+
+
+_Run: TypeAlias = Callable[[_Block, int], None]
+
+
+class Chain:
+    """Steps, one after the other, on one card.
+
+    Parameters
+    ----------
+    arch
+        Architecture of the card, which the kernels are built for.
+    device_index
+        The card.
+    steps
+        What to do; also an attribute.
+    """
+
+    __slots__ = (
+        "_addresses",
+        "_arch",
+        "_blocks",
+        "_device_index",
+        "_inner",
+        "_maps",
+        "_places",
+        "_runs",
+        "_template",
+        "_workspace",
+        "steps",
+    )
+
+    def __init__(self, arch: str, device_index: int, steps: Iterable[Step]) -> None:
+        self._arch = arch
+        self._device_index = device_index
+        self.steps = tuple(steps)
+        self._runs: tuple[_Run, ...] = ()
+        self._blocks: deque[_Block] = deque()
+        # Where in a block: words for addresses of arrays and in the workspace, the bytes of maps,
+        # and words that hold the address of a place in the block itself.
+        self._addresses: list[tuple[int, str, int]] = []
+        self._workspace: list[tuple[int, int]] = []
+        self._maps: list[tuple[slice, str, Tensor]] = []
+        self._inner: list[tuple[int, int]] = []
+        self._places: list[int] = []  # of each step: where its run begins to read
+        template = bytearray()
+        placed: dict[Params, int] = {}
+        for step in self.steps:
+            if isinstance(step, Clear):
+                self._places.append(self._place_address(template, step.address))
+                continue
+            arguments = [self._place_maps(template, step.maps)] if step.maps else []
+            if step.params not in placed:
+                placed[step.params] = self._place_params(template, step.params)
+            arguments.append(placed[step.params])
+            self._places.append(len(template))
+            for offset in arguments:
+                self._inner.append((len(template) // _WORD_BYTES, offset))
+                template += bytes(_WORD_BYTES)
+        self._template = bytes(template)
+
+    def load(self) -> None:
+        """Build and load all kernels, unless they are: what no launch during a capture can do.
+
+        Raises
+        ------
+        ImportError, RuntimeError
+            As `jit.function`.
+        """
+        if not self._runs:
+            self._runs = tuple(map(self._ready, self.steps, self._places))
+
+    def launch(self, pointers: Mapping[str, int], workspace: int, stream: int) -> None:
+        """Launch all steps. The card must be current.
+
+        Parameters
+        ----------
+        pointers
+            The address of every array that the steps name.
+        workspace
+            The address of the workspace; 0 without one.
+        stream
+            Handle of the stream.
+
+        Raises
+        ------
+        ImportError, RuntimeError
+            As `load`, or what the driver says of a launch.
+        """
+        runs = self._runs
+        if not runs:
+            self.load()
+            runs = self._runs
+        try:
+            block = self._blocks.pop()
+        except IndexError:
+            block = _Block(self._template, self._inner)
+        words, memory = block.words, block.memory
+        for word, name, offset in self._addresses:
+            words[word] = pointers[name] + offset
+        for word, offset in self._workspace:
+            words[word] = workspace + offset
+        for place, name, tensor in self._maps:
+            memory[place] = encode(tensor, pointers[name])
+        for run in runs:
+            run(block, stream)
+        self._blocks.append(block)
+
+    def _place_address(self, template: bytearray, address: Address) -> int:
+        """Append a word for an address; return its offset."""
+        offset = len(template)
+        template += bytes(_WORD_BYTES)
+        self._fill_in(offset, address)
+        return offset
+
+    def _fill_in(self, offset: int, address: Address) -> None:
+        """Note that an address belongs at an offset."""
+        word = offset // _WORD_BYTES
+        if address.name == "workspace":
+            self._workspace.append((word, address.offset))
+        else:
+            self._addresses.append((word, address.name, address.offset))
+
+    def _place_params(self, template: bytearray, params: Params) -> int:
+        """Append a struct; return its offset."""
+        offset = len(template)
+        known = [0 if isinstance(value, Address) else value for value in params.values]
+        template += params.layout.pack(*known)
+        template += bytes(-len(template) % _WORD_BYTES)
+        for position, value in enumerate(params.values):
+            if isinstance(value, Address):
+                # A format without counts before a field: one letter each, after the "=".
+                field = struct.calcsize(params.layout.format[: 1 + position])
+                self._fill_in(offset + field, value)
+        return offset
+
+    def _place_maps(self, template: bytearray, maps: tuple[Map, ...]) -> int:
+        """Append tensor maps; return the offset of the first."""
+        template += bytes(-len(template) % _ALIGNMENT)
+        offset = len(template)
+        for name, tensor in maps:
+            self._maps.append((slice(len(template), len(template) + MAP_BYTES), name, tensor))
+            template += bytes(MAP_BYTES)
+        return offset
+
+    def _ready(self, step: Step, place: int) -> _Run:
+        """A step that has only to be told its block and the stream."""
+        import cupy
+
+        if isinstance(step, Clear):
+            return _clear(cupy.cuda.runtime.memsetAsync, place // _WORD_BYTES, step.size)
+        plan = step.plan
+        function = jit.function(
+            plan.kernel,
+            plan.template,
+            self._arch,
+            self._device_index,
+            shared_memory=plan.shared_memory,
+        )
+        return _start(cupy.cuda.driver.launchKernel, function, plan, place)
+
+
+def _clear(memset: Any, word: int, size: int) -> _Run:
+    def run(block: _Block, stream: int) -> None:
+        memset(block.words[word], 0, size, stream)
+
+    return run
+
+
+def _start(launch_kernel: Any, function: Any, plan: KernelPlan, place: int) -> _Run:
+    """A launch by CuPy's binding of cuLaunchKernel. Where a function of CuPy is called itself, CuPy
+    looks at every argument, which takes longer than the launch."""
+    grid, threads, shared_memory = plan.grid, plan.block, plan.shared_memory
+
+    def run(block: _Block, stream: int) -> None:
+        arguments = block.address + place
+        launch_kernel(function.ptr, grid, 1, 1, threads, 1, 1, shared_memory, stream, arguments, 0)
+
+    return run
