@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from streamkl_cupy import jit, tensor_map
+from streamkl_cupy import choices, jit, tensor_map
 from streamkl_cupy.plan import BackwardPlan, DeviceFacts, ForwardPlan, KernelPlan, SidePlan
 from streamkl_cupy.problem import Problem, Strides, gradient_strides
 
@@ -64,7 +65,7 @@ class _Stream:
 
 @functools.cache
 def device_facts(device_index: int) -> DeviceFacts:
-    """Read what plans depend on off a card.
+    """Read what plans depend on off a card, and what was tuned on it.
 
     Raises
     ------
@@ -75,8 +76,8 @@ def device_facts(device_index: int) -> DeviceFacts:
 
     device = cupy.cuda.Device(device_index)
     capability, attributes = device.compute_capability, device.attributes
+    name = cupy.cuda.runtime.getDeviceProperties(device_index)["name"].decode()
     if int(capability) < 80:
-        name = cupy.cuda.runtime.getDeviceProperties(device_index)["name"].decode()
         raise RuntimeError(
             f"device: expected compute capability 8.0 or higher; got {name} with "
             f"{capability[:-1]}.{capability[-1]}. Pass arrays on the CPU to compute with the "
@@ -84,9 +85,10 @@ def device_facts(device_index: int) -> DeviceFacts:
         )
     # Only sm_90 has instructions of its own that kernels use.
     arch = f"sm_{capability}{'a' if capability == '90' else ''}"
-    return DeviceFacts(
+    facts = DeviceFacts(
         arch, attributes["MultiProcessorCount"], attributes["MaxSharedMemoryPerBlockOptin"]
     )
+    return replace(facts, tuned=choices.load(name, facts))
 
 
 def forward(

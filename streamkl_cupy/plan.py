@@ -947,23 +947,26 @@ def warpgroup_grid(dim1: int, dim2: int, limit: int) -> Iterator[WarpgroupTile]:
 
 
 def forward_candidates(problem: Problem, device: DeviceFacts) -> dict[ForwardPlan, Choice]:
-    """Different plans of a forward, each with the choice that leads to it; the plan's own first.
+    """Different plans of a forward, each with the choice that leads to it whatever was tuned; the
+    plan's own first.
 
     Every kernel and tile, each with the keys whole, split as the plan would, and split so that the
     blocks fill the multiprocessors one to four times.
     """
     device = replace(device, tuned=())
-    found = {_forward(problem, device, None, NO_CHOICE): NO_CHOICE}
+    own = _forward(problem, device, None, NO_CHOICE)
+    kernel = own.kernels[0].kernel if own.kernels else None
+    found = {own: Choice(own.num_splits, kernel, own.tile)}
     for kernel in FORWARD_KERNELS:
         if kernel == "forward_sm90" and why_not_sm90(problem, device):
             continue
         for tile in tile_candidates(kernel, problem, device):
             choice = Choice(forward_kernel=kernel, forward_tile=cast(Any, tile))
-            own = _forward(problem, device, None, choice)
-            blocks = sum(one.grid for one in own.kernels[:1]) // own.num_splits
-            longest = max(1, problem.num_keys // max(own.tile.block_k, MIN_KEYS_PER_SPLIT))
+            free = _forward(problem, device, None, choice)
+            blocks = sum(one.grid for one in free.kernels[:1]) // free.num_splits
+            longest = max(1, problem.num_keys // max(free.tile.block_k, MIN_KEYS_PER_SPLIT))
             waves = [times * device.num_sms // max(1, blocks) for times in (1, 2, 3, 4)]
-            for splits in dict.fromkeys((own.num_splits, 1, *waves)):
+            for splits in dict.fromkeys((free.num_splits, 1, *waves)):
                 if 1 <= splits <= longest:
                     split = replace(choice, num_splits=splits)
                     found.setdefault(_forward(problem, device, None, split), split)
@@ -984,7 +987,9 @@ def backward_candidates(
     def planned(choice: Choice) -> BackwardPlan:
         return _backward(problem, device, wrt, "auto", deterministic, choice)
 
-    found = {planned(NO_CHOICE): NO_CHOICE}
+    own = planned(NO_CHOICE)
+    is_fused = any(side.fused is not None for side in own.sides)
+    found = {own: Choice(strategy="fused" if is_fused else "separate")}
     for strategy in ("fused", "separate"):
         base = Choice(strategy=strategy)
         found.setdefault(planned(base), base)

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamkl_cupy import jit, plan
-from streamkl_cupy.plan import BackwardPlan, DeviceFacts, KernelPlan, PlanError
+from streamkl_cupy.plan import BackwardPlan, BackwardTile, DeviceFacts, KernelPlan, PlanError
 from streamkl_cupy.problem import Problem, Strides
 from tests import host_compiler
 
@@ -368,7 +368,7 @@ def test_override_of_the_splits() -> None:
 def test_override_of_the_tiles() -> None:
     problem = make()
     forward_tile = plan.ForwardTile(1, 2, 2, 64, 32, 3, False)
-    backward_tile = plan.BackwardTile(1, 2, 16, 16, 3)
+    backward_tile = BackwardTile(1, 2, 16, 16, 3)
     free = plan.current_override()
     tiles = dict.fromkeys(plan.BACKWARD_KERNELS, backward_tile)
     with plan.override(forward_tile=forward_tile), plan.override(backward_tiles=tiles):
@@ -433,15 +433,12 @@ def test_candidates_of_the_forward(
         num_queries=lengths[0], num_keys=lengths[1], head_dim1=dims[0], head_dim2=dims[1]
     )
     found = plan.forward_candidates(problem, card)
-    own, *others = found
-    assert own == plan.forward(problem, card)
-    assert found[own] == plan.NO_CHOICE
+    assert next(iter(found)) == plan.forward(problem, card)
     kernels = {kernel.kernel for chosen in found for kernel in chosen.kernels[:1]}
     if 0 not in lengths:
         assert ("forward_sm90" in kernels) == (card.arch == "sm_90a")
         assert "forward_sm80" in kernels
-    for chosen in others:
-        choice = found[chosen]
+    for chosen, choice in found.items():
         assert isinstance(choice.num_splits, int)
         with plan.override(**{f.name: getattr(choice, f.name) for f in dataclasses.fields(choice)}):
             assert plan.forward(problem, card) == chosen
@@ -458,16 +455,18 @@ def test_candidates_of_the_backward(
 ) -> None:
     problem = make(num_queries=lengths[0], num_keys=lengths[1])
     found = plan.backward_candidates(problem, H200, wrt, deterministic=deterministic)
-    own, *others = found
-    assert own == plan.backward(problem, H200, wrt, deterministic=deterministic)
-    assert found[own] == plan.NO_CHOICE
+    assert next(iter(found)) == plan.backward(problem, H200, wrt, deterministic=deterministic)
     fused = [chosen for chosen in found if any(side.fused for side in chosen.sides)]
     possible = not deterministic and 0 not in lengths and len(wrt) == 2
     assert not deterministic or not fused
     assert bool(fused) or not possible
-    for chosen in others:
-        choice = found[chosen]
+    for chosen, choice in found.items():
         assert len(choice.backward_tiles) <= 1
+        fields = {f.name: getattr(choice, f.name) for f in dataclasses.fields(choice)}
+        other = plan.Choice(backward_tiles=(("backward_dq_sm80", BackwardTile(1, 2, 16, 16, 2)),))
+        card = tuned(H200, problem, other, wrt=wrt, deterministic=deterministic)
+        with plan.override(**fields):
+            assert plan.backward(problem, card, wrt, deterministic=deterministic) == chosen
         for kernel in chosen.kernels:
             assert kernel.shared_memory <= H200.shared_memory_per_block
 
@@ -530,7 +529,7 @@ def test_a_tuned_hopper_kernel_is_left_where_it_cannot_run() -> None:
 def test_a_tuned_backward_serves_its_side_and_its_gradients() -> None:
     problem = make(num_queries=1000)
     of = {"wrt": ("k2", "q2"), "deterministic": False}
-    tile = plan.BackwardTile(1, 2, 16, 16, 2)
+    tile = BackwardTile(1, 2, 16, 16, 2)
     choice = plan.Choice(strategy="separate", backward_tiles=(("backward_dk_sm80", tile),))
     card = tuned(H200, problem, choice, **of)
     side2, side1 = plan.backward(problem, card, INPUTS).sides
