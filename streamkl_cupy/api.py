@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar, cast, overload
 
 import numpy as np
 
-from streamkl_cupy import env, interop, jit, launch, plan, reference
+from streamkl_cupy import choices, env, interop, jit, launch, plan, reference
 from streamkl_cupy.chain import Chain
 from streamkl_cupy.interop import CPU, Array, CudaLibrary, HostLibrary
 from streamkl_cupy.problem import (
@@ -410,6 +410,15 @@ def warmup(
         plans.append(plan.forward(problem, facts, force=env.force()))
         for strategy in STRATEGIES if backward else ():
             plans.append(plan.backward(problem, facts, wrt, strategy=strategy))
+    dims = plan.bucket(head_dim1), plan.bucket(head_dim2)
+    for one in facts.tuned:
+        of, problem = one.problem_class, choices.problem_of(one)
+        if (of.dtype, of.head_dim1, of.head_dim2) != (dtype, *dims):
+            continue
+        if not of.wrt:
+            plans.append(plan.forward(problem, facts, force=env.force()))
+        elif backward:
+            plans.append(plan.backward(problem, facts, of.wrt, deterministic=of.deterministic))
     kernels: dict[tuple[str, jit.Template], int] = {}
     for item in (kernel for ready in plans for kernel in ready.kernels):
         name = (item.kernel, item.template)

@@ -1,4 +1,4 @@
-"""The command line: ``streamkl-cupy demo | info | audit | warmup | cache``.
+"""The command line: ``streamkl-cupy demo | info | audit | warmup | tune | cache``.
 
 Every command computes a plain dictionary first; ``--json`` prints it, or else it becomes tables.
 Exit codes: 0 fine, 1 the accuracy rule is broken, 2 it cannot be done as asked.
@@ -306,8 +306,9 @@ def _info(options: argparse.Namespace) -> tuple[Payload, int]:
     cupy, text = find_card()
     card: Payload | None = None
     kernels: Payload | None = None
+    tuned: Payload | None = None
     if cupy is not None:
-        from streamkl_cupy import launch, plan
+        from streamkl_cupy import choices, launch, plan
 
         index = cupy.cuda.Device().id
         facts = launch.device_facts(index)
@@ -324,6 +325,12 @@ def _info(options: argparse.Namespace) -> tuple[Payload, int]:
             "forward": plan.forward(typical, facts, force=env.force()).name,
             "backward": plan.backward(typical, facts, ("q2", "k2")).name,
         }
+        contents = choices.read(text, facts)
+        tuned = {
+            "file": None if contents.path is None else str(contents.path),
+            "ignored": contents.problem or None,
+            "shapes": [_tuned_entry(one) for one in contents.tuned],
+        }
     try:
         nvrtc = jit.compiler_identity()
     except ImportError as error:
@@ -339,8 +346,31 @@ def _info(options: argparse.Namespace) -> tuple[Payload, int]:
         "nvrtc": nvrtc,
         "kernel_sources": jit.source_digest()[:16],
         "cache": _cache_state(),
+        "tuned": tuned,
     }
     return payload, OK
+
+
+def _tuned_entry(one: Any) -> Payload:
+    of = one.problem_class
+    heads, num_queries, num_keys = one.shape
+    what = f"gradients of {' '.join(of.wrt)}" if of.wrt else "forward"
+    shape = f"{of.dtype}, {heads} heads, {num_queries} x {num_keys}"
+    dims = f"head dims {of.head_dim1} {of.head_dim2}"
+    marks = ", causal" * of.causal + ", deterministic" * of.deterministic
+    if (of.group1, of.group2) != (1, 1):
+        marks += f", groups of {of.group1} and {of.group2}"
+    return {"problem": f"{what}: {shape}, {dims}{marks}", "choice": _choice_text(one.choice)}
+
+
+def _choice_text(choice: Any) -> str:
+    tiles = [(choice.forward_kernel, choice.forward_tile), *choice.backward_tiles]
+    words = [f"{kernel}{dataclasses.astuple(tile)}" for kernel, tile in tiles if tile is not None]
+    if choice.strategy is not None:
+        words.insert(0, choice.strategy)
+    if choice.num_splits is not None and choice.num_splits > 1:
+        words.append(f"{choice.num_splits} splits")
+    return " ".join(words)
 
 
 def _show_info(payload: Payload, console: Console) -> None:
@@ -367,6 +397,15 @@ def _show_info(payload: Payload, console: Console) -> None:
     table.add_row("kernel sources", payload["kernel_sources"])
     table.add_section()
     _add_cache_rows(table, cache)
+    if (tuned := payload["tuned"]) is not None:
+        table.add_section()
+        table.add_row("tuned choices", tuned["file"] or "turned off by STREAMKL_CHOICES")
+        if tuned["ignored"]:
+            table.add_row("", f"ignored: {tuned['ignored']}")
+        elif tuned["file"] and not tuned["shapes"]:
+            table.add_row("", "none; streamkl-cupy tune measures them")
+        for shape in tuned["shapes"]:
+            table.add_row("", f"{shape['problem']}: {shape['choice']}")
     console.print(table, markup=False)
     if card is not None:
         console.print(f"* for {_TYPICAL}", highlight=False)
@@ -452,6 +491,109 @@ def _head_dims(word: str) -> tuple[int, int]:
     """``128`` or ``192:128``."""
     first, colon, second = word.partition(":")
     return int(first), int(second if colon else first)
+
+
+# ---------------------------------------------------------------------------------------- tune
+
+
+def _tune(options: argparse.Namespace) -> tuple[Payload, int]:
+    cupy, card = find_card()
+    if cupy is None:
+        raise CannotError(f"tune: {card}; run it on the machine whose card is to be tuned")
+    if env.choices() is False and not options.dry_run:
+        raise CannotError(
+            "tune: STREAMKL_CHOICES turns tuned choices off, so nothing can be kept; unset it, or "
+            "add --dry-run"
+        )
+    from streamkl_cupy import choices, launch, tune
+
+    facts = launch.device_facts(cupy.cuda.Device().id)
+    tasks = _tune_tasks(options, tune.Task)
+    with Progress(
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        disable=options.json,
+    ) as progress:
+        line = progress.add_task("tune", total=None)
+        swept = tune.tune(tasks, facts, say=lambda text: progress.update(line, description=text))
+    path = None
+    if not options.dry_run:
+        path = choices.store(card, facts, [tasks[name].tuned(swept[name].choice) for name in tasks])
+        launch.device_facts.cache_clear()
+    found = [_swept(name, one) for name, one in swept.items()]
+    wrong = any(one["status"] == "wrong" for task in found for one in task["tried"])
+    payload = {"card": card, "tasks": found, "file": None if path is None else str(path)}
+    return payload, BROKEN if wrong else OK
+
+
+def _tune_tasks(options: argparse.Namespace, task: Any) -> dict[str, Any]:
+    """The forward, and the gradients of each side that are asked for."""
+    heads = options.num_heads
+    described = problem.contiguous(
+        options.dtype,
+        batch=options.batch,
+        num_heads=heads,
+        num_key_heads1=options.num_key_heads1 or heads,
+        num_key_heads2=options.num_key_heads2 or heads,
+        num_queries=options.num_queries,
+        num_keys=options.num_keys or options.num_queries,
+        head_dim1=options.head_dim1,
+        head_dim2=options.head_dim2 or options.head_dim1,
+        causal=options.causal,
+    )
+    tasks = {"forward": task(described)}
+    for side in () if options.forward_only else ("1", "2"):
+        wrt = tuple(name for name in problem.check_wrt(options.wrt) if name.endswith(side))
+        if wrt:
+            tasks[f"gradients of {' '.join(wrt)}"] = task(described, wrt, options.deterministic)
+    return tasks
+
+
+def _swept(name: str, swept: Any) -> Payload:
+    return {
+        "task": name,
+        "gain": swept.gain,
+        "kept": swept.choice == swept.best.choice,
+        "tried": [
+            {
+                "what": one.text,
+                "own": one == swept.own,
+                "status": one.status,
+                "detail": one.detail,
+                "median_ms": one.timing.median_ms if one.timing else None,
+                "min_ms": one.timing.min_ms if one.timing else None,
+            }
+            for one in swept.tried
+        ],
+    }
+
+
+def _show_tune(payload: Payload, console: Console) -> None:
+    for task in payload["tasks"]:
+        table = Table(title=f"{task['task']}, on {payload['card']}", title_justify="left")
+        table.add_column("kernels and tiles", overflow="fold")
+        table.add_column("ms", justify="right")
+        table.add_column("fastest round", justify="right")
+        table.add_column("")
+        for one in task["tried"]:
+            times = (one["median_ms"], one["min_ms"])
+            numbers = ("-" if time is None else f"{time:.3f}" for time in times)
+            mark = "the plan's own" if one["own"] else one["detail"]
+            style = "bold red" if one["status"] == "wrong" else None
+            if one["status"] != "slow":
+                table.add_row(one["what"], *numbers, mark, style=style)
+        console.print(table, markup=False)
+        num_slow = sum(one["status"] == "slow" for one in task["tried"])
+        verdict = (
+            f"the fastest is {task['gain']:.2f} times as fast as the plan's own"
+            if task["kept"]
+            else "the plan's own choice is as fast as any"
+        )
+        console.print(f"{num_slow} slower ones not shown; {verdict}.\n", highlight=False)
+    kept = payload["file"]
+    text = f"Kept in {kept}; every later process plans by it." if kept else "Nothing was kept."
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 # ---------------------------------------------------------------------------------------- cache
@@ -667,6 +809,35 @@ def _parser() -> argparse.ArgumentParser:
     warm.add_argument(
         "--arch", metavar="SM", help="build for this one, such as sm_90a, and load nothing"
     )
+
+    tuned = command(
+        "tune", _tune, _show_tune, "measure tiles and splits for your shapes, and keep the fastest"
+    )
+    tuned.add_argument("--batch", type=int, default=1, metavar="N")
+    tuned.add_argument("--num-heads", type=int, default=32, metavar="N")
+    tuned.add_argument("--num-queries", type=int, default=8192, metavar="N")
+    tuned.add_argument("--num-keys", type=int, metavar="N", help="default: as many as queries")
+    tuned.add_argument("--head-dim1", type=int, default=128, metavar="N")
+    tuned.add_argument("--head-dim2", type=int, metavar="N", help="default: --head-dim1")
+    for side in ("1", "2"):
+        tuned.add_argument(
+            f"--num-key-heads{side}", type=int, metavar="N", help="default: --num-heads"
+        )
+    tuned.add_argument("--dtype", choices=problem.GPU_DTYPES, default="bfloat16")
+    tuned.add_argument("--causal", action="store_true", help="aligned to the bottom right")
+    tuned.add_argument(
+        "--wrt",
+        nargs="+",
+        choices=problem.INPUTS,
+        default=["q2", "k2"],
+        metavar="INPUT",
+        help="the gradients that will be asked for (default: q2 k2)",
+    )
+    tuned.add_argument("--forward-only", action="store_true", help="not the backward")
+    tuned.add_argument(
+        "--deterministic", action="store_true", help="the backward that is the same in every run"
+    )
+    tuned.add_argument("--dry-run", action="store_true", help="only show; keep nothing")
 
     cached = commands.add_parser("cache", help="the compiled kernels on disk")
     actions = cached.add_subparsers(required=True, metavar="action")

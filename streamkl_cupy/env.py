@@ -81,6 +81,45 @@ def cache_size() -> int:
     return int(text) * 10**6
 
 
+def choices() -> Path | bool:
+    """Where tuned choices are kept, from ``STREAMKL_CHOICES``.
+
+    Returns
+    -------
+    pathlib.Path or bool
+        True (the default, and ``1 true yes on``): beside the compiled kernels. False (``0 false no
+        off``): nowhere, and those that are there are ignored. An absolute path (a leading ``~`` is
+        expanded): in this file.
+
+    Raises
+    ------
+    ValueError
+        For any other value.
+
+    Examples
+    --------
+    >>> import os
+    >>> os.environ["STREAMKL_CHOICES"] = "off"
+    >>> choices()
+    False
+    >>> del os.environ["STREAMKL_CHOICES"]
+    """
+    text = _read("STREAMKL_CHOICES")
+    if text is None or text.lower() in _TRUE:
+        return True
+    if text.lower() in _FALSE:
+        return False
+    path = Path(os.path.expanduser(text))
+    if path.is_absolute():
+        return path
+    raise _error(
+        "STREAMKL_CHOICES",
+        f"an absolute path or one of {' '.join(_TRUE)} {' '.join(_FALSE)}",
+        text,
+        "set STREAMKL_CHOICES=0 to plan without what was tuned, or unset it",
+    )
+
+
 def debug() -> bool:
     """Whether to tell on stderr what is planned, compiled and loaded, from ``STREAMKL_DEBUG``.
 

@@ -571,6 +571,64 @@ def cache_clear() -> int:
     return num_removed
 
 
+def beside(name: str) -> Path:
+    """Where a small file beside the compiled kernels would lie; creates and checks nothing."""
+    return _wanted_directory() / name
+
+
+def read_beside(name: str) -> tuple[Path, bytes] | None:
+    """A small file that lies beside the compiled kernels; None if there is none.
+
+    Parameters
+    ----------
+    name : str
+        Not that of a kernel's file, so that nothing here removes it.
+
+    Returns
+    -------
+    tuple of pathlib.Path and bytes, or None
+
+    Raises
+    ------
+    CacheError
+        As in :func:`cache_directory`.
+    OSError
+        If it is there and cannot be read.
+    """
+    for directory in _existing_directories():
+        path = directory / name
+        with contextlib.suppress(FileNotFoundError):
+            return path, path.read_bytes()
+    return None
+
+
+def write_beside(name: str, content: bytes) -> Path:
+    """Write such a file, whole or not at all; returns where it is.
+
+    Raises
+    ------
+    CacheError
+        As in :func:`cache_directory`.
+    OSError
+        If it cannot be written.
+    """
+    path = cache_directory() / name
+    replace_file(path, content)
+    return path
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file that only this user can read, whole or not at all."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".streamkl-", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
 # ---------------------------------------------------------------------------------- compile, load
 
 
@@ -882,8 +940,8 @@ def _write(directory: Path, name: str, expression: str, compiled: _Compiled) -> 
         "checksum": _checksum(compiled.cubin, compiled.symbol, compiled.log),
         "log": compiled.log,
     }
-    _replace(built.path, compiled.cubin)
-    _replace(directory / f"{name}.json", json.dumps(fields, indent=1).encode())
+    replace_file(built.path, compiled.cubin)
+    replace_file(directory / f"{name}.json", json.dumps(fields, indent=1).encode())
     return built
 
 
@@ -891,17 +949,6 @@ def _checksum(cubin: bytes, symbol: str, log: str) -> str:
     digest = hashlib.sha256(cubin)
     digest.update(f"\0{symbol}\0{log}".encode())
     return digest.hexdigest()
-
-
-def _replace(path: Path, content: bytes) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".streamkl-", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def _entries(directory: Path) -> list[_Entry]:

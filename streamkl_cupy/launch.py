@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import functools
 import struct
+from dataclasses import replace
 
+from streamkl_cupy import choices
 from streamkl_cupy.chain import Address, Chain, Clear, Kernel, Map, Params, Step
 from streamkl_cupy.plan import BackwardPlan, DeviceFacts, ForwardPlan, SidePlan
 from streamkl_cupy.problem import INPUTS, Problem, Strides, gradient_strides
@@ -59,7 +61,7 @@ GRADIENTS = ("dq1", "dk1", "dq2", "dk2")
 
 @functools.cache
 def device_facts(device_index: int) -> DeviceFacts:
-    """Read what plans depend on off a card.
+    """Read what plans depend on off a card, and what was tuned on it.
 
     Raises
     ------
@@ -70,8 +72,8 @@ def device_facts(device_index: int) -> DeviceFacts:
 
     device = cupy.cuda.Device(device_index)
     capability, attributes = device.compute_capability, device.attributes
+    name = cupy.cuda.runtime.getDeviceProperties(device_index)["name"].decode()
     if int(capability) < 80:
-        name = cupy.cuda.runtime.getDeviceProperties(device_index)["name"].decode()
         raise RuntimeError(
             f"device: expected compute capability 8.0 or higher; got {name} with "
             f"{capability[:-1]}.{capability[-1]}. Pass arrays on the CPU to compute with the "
@@ -79,9 +81,10 @@ def device_facts(device_index: int) -> DeviceFacts:
         )
     # Only sm_90 has instructions of its own that kernels use.
     arch = f"sm_{capability}{'a' if capability == '90' else ''}"
-    return DeviceFacts(
+    facts = DeviceFacts(
         arch, attributes["MultiProcessorCount"], attributes["MaxSharedMemoryPerBlockOptin"]
     )
+    return replace(facts, tuned=choices.load(name, facts))
 
 
 def forward(plan: ForwardPlan, problem: Problem, device_index: int) -> Chain:

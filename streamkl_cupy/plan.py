@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import itertools
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 from streamkl_cupy.problem import Problem
 
@@ -63,12 +64,14 @@ class PlanError(ValueError):
 class DeviceFacts:
     """What plans depend on of a card.
 
-    The architecture as NVRTC names it, multiprocessors, and bytes of shared memory per block.
+    The architecture as NVRTC names it, multiprocessors, bytes of shared memory per block, and what
+    ``streamkl-cupy tune`` has measured on it (see ``choices.py``).
     """
 
     arch: str
     num_sms: int
     shared_memory_per_block: int
+    tuned: tuple[TunedChoice, ...] = ()
 
 
 def device_facts(arch: str) -> DeviceFacts:
@@ -264,40 +267,54 @@ class BackwardPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Override:
+class Choice:
+    """What a plan may do one way or another; None and a kernel without a tile leave it to the plan.
+
+    Attributes
+    ----------
+    num_splits
+        Number of parts the keys are split into in the forward; 1 turns splitting off.
+    forward_kernel, forward_tile
+        The forward's kernel, and the tile of the kernel whose tile it is.
+    strategy
+        ``"fused"`` or ``"separate"``, where the caller asked for ``"auto"``.
+    backward_tiles
+        Pairs of a backward kernel and its tile.
+    """
+
     num_splits: int | None = None
     forward_kernel: str | None = None
     forward_tile: ForwardTile | WarpgroupTile | None = None
-    backward_tile: BackwardTile | None = None
+    strategy: str | None = None
+    backward_tiles: tuple[tuple[str, BackwardTile], ...] = ()
 
 
-_NO_OVERRIDE = _Override()
-_override: contextvars.ContextVar[_Override] = contextvars.ContextVar(
-    "streamkl_override", default=_NO_OVERRIDE
+NO_CHOICE = Choice()
+_override: contextvars.ContextVar[Choice] = contextvars.ContextVar(
+    "streamkl_override", default=NO_CHOICE
 )
 
 
 @contextlib.contextmanager
 def override(**choices: Any) -> Iterator[None]:
-    """Make plans differently inside a ``with`` block: what benchmarks compare choices with.
+    """Make plans differently inside a ``with`` block: what measurements compare choices with.
 
     Parameters
     ----------
-    num_splits : int
-        Number of parts the keys are split into in the forward; 1 turns splitting off.
-    forward_kernel : str
-    forward_tile : ForwardTile or WarpgroupTile
-        Of the kernel whose tile it is.
-    backward_tile : BackwardTile
+    **choices
+        Fields of `Choice`; ``backward_tiles`` may be a mapping from kernels to tiles. They come
+        before what was tuned on the card, and after what the caller of a function asked for.
 
     Examples
     --------
     >>> with override(num_splits=1):
     ...     pass
     """
-    known = {field.name for field in fields(_Override)}
+    known = {field.name for field in fields(Choice)}
     if unknown := set(choices) - known:
         raise PlanError(f"override: expected some of {sorted(known)}; got {sorted(unknown)}")
+    if isinstance(tiles := choices.get("backward_tiles"), Mapping):
+        choices["backward_tiles"] = tuple(tiles.items())
     token = _override.set(replace(_override.get(), **choices))
     try:
         yield
@@ -336,12 +353,15 @@ def forward(problem: Problem, device: DeviceFacts, *, force: str | None = None) 
             f'STREAMKL_FORCE: expected "forward_sm80" or "forward_sm90"; got {force!r}. '
             "Unset it to let the plan choose"
         )
-    return _forward(problem, device, force, _override.get())
+    choice = _override.get()
+    if force is None and choice.forward_kernel is None and choice.forward_tile is None:
+        choice = _with_tuned_forward(choice, problem, device)
+    return _forward(problem, device, force, choice)
 
 
 @functools.lru_cache(maxsize=4096)
 def _forward(
-    problem: Problem, device: DeviceFacts, force: str | None, choice: _Override
+    problem: Problem, device: DeviceFacts, force: str | None, choice: Choice
 ) -> ForwardPlan:
     dim1, dim2 = bucket(problem.head_dim1), bucket(problem.head_dim2)
     kernel = force or choice.forward_kernel or forward_kernel(problem, device)
@@ -577,7 +597,7 @@ def _backward(
     wrt: tuple[str, ...],
     strategy: str,
     deterministic: bool,
-    choice: _Override,
+    choice: Choice,
 ) -> BackwardPlan:
     sides = tuple(
         _side(
@@ -615,8 +635,12 @@ def _side(
     wants_dk: bool,
     strategy: str,
     deterministic: bool,
-    choice: _Override,
+    choice: Choice,
 ) -> SidePlan:
+    choice = _with_tuned_backward(choice, problem, device, side, wants_dq, wants_dk, deterministic)
+    if strategy == "auto" and choice.strategy is not None:
+        strategy = choice.strategy
+    tiles = dict(choice.backward_tiles)
     dim1, dim2 = bucket(problem.head_dim1), bucket(problem.head_dim2)
     trained = dim1 if side == 1 else dim2
     heads = problem.batch * problem.num_heads
@@ -625,7 +649,7 @@ def _side(
     def kernel(
         name: str, num_rows: int, num_heads: int, has_dk: bool = True
     ) -> tuple[KernelPlan | None, int]:
-        tile = choice.backward_tile or backward_tile(name, dim1, dim2, side, device)
+        tile = tiles.get(name) or backward_tile(name, dim1, dim2, side, device)
         num_blocks = _ceil_div(num_rows, tile.stationary_rows)
         if num_blocks * num_heads == 0:
             return None, 0
@@ -768,10 +792,223 @@ def backward_template(
 
 
 # -------------------------------------------------------------------------------------------------
+# Candidates: what a measurement may choose among, and what it has chosen
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemClass:
+    """Problems that are taken to be alike: what is fastest for one of them is used for all.
+
+    Attributes
+    ----------
+    dtype, head_dim1, head_dim2
+        The head dims padded to their buckets, as the kernels are compiled for them.
+    heads, queries, keys
+        Classes of batch times heads and of the lengths, as `length_class` counts them.
+    causal, group1, group2
+        As in `Problem`.
+    wrt
+        The gradients of one side; empty for the forward.
+    deterministic
+        Of the backward.
+    """
+
+    dtype: str
+    head_dim1: int
+    head_dim2: int
+    heads: int
+    queries: int
+    keys: int
+    causal: bool
+    group1: int
+    group2: int
+    wrt: tuple[str, ...] = ()
+    deterministic: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TunedChoice:
+    """What was fastest for a shape (batch times heads, queries, keys) of a class."""
+
+    problem_class: ProblemClass
+    shape: tuple[int, int, int]
+    choice: Choice
+
+
+def length_class(length: int) -> int:
+    """The exponent of the next power of two: 65 to 128 are one class.
+
+    Examples
+    --------
+    >>> [length_class(length) for length in (0, 1, 2, 64, 65, 128)]
+    [0, 0, 1, 6, 7, 7]
+    """
+    return max(0, length - 1).bit_length()
+
+
+def problem_class(
+    problem: Problem, wrt: tuple[str, ...] = (), deterministic: bool = False
+) -> ProblemClass:
+    """The class of a problem, for the forward or for the gradients of one side."""
+    heads, queries, keys = map(length_class, shape_of(problem))
+    return ProblemClass(
+        dtype=problem.dtype,
+        head_dim1=bucket(problem.head_dim1),
+        head_dim2=bucket(problem.head_dim2),
+        heads=heads,
+        queries=queries,
+        keys=keys,
+        causal=problem.causal,
+        group1=problem.group1,
+        group2=problem.group2,
+        wrt=tuple(sorted(wrt)),
+        deterministic=deterministic,
+    )
+
+
+def shape_of(problem: Problem) -> tuple[int, int, int]:
+    """Batch times heads, queries, keys."""
+    return problem.batch * problem.num_heads, problem.num_queries, problem.num_keys
+
+
+def _tuned(problem: Problem, device: DeviceFacts, of: ProblemClass) -> Choice:
+    """What was measured for this very shape, or else for one of its class."""
+    alike = [one for one in device.tuned if one.problem_class == of] if problem.aligned else []
+    for one in alike:
+        if one.shape == shape_of(problem):
+            return one.choice
+    # How often keys are split depends on the exact number of blocks.
+    return replace(alike[0].choice, num_splits=None) if alike else NO_CHOICE
+
+
+def _with_tuned_forward(choice: Choice, problem: Problem, device: DeviceFacts) -> Choice:
+    tuned = _tuned(problem, device, problem_class(problem)) if device.tuned else NO_CHOICE
+    if tuned.forward_kernel == "forward_sm90" and why_not_sm90(problem, device):
+        return choice
+    return replace(
+        choice,
+        forward_kernel=tuned.forward_kernel,
+        forward_tile=tuned.forward_tile,
+        num_splits=tuned.num_splits if choice.num_splits is None else choice.num_splits,
+    )
+
+
+def _with_tuned_backward(
+    choice: Choice,
+    problem: Problem,
+    device: DeviceFacts,
+    side: int,
+    wants_dq: bool,
+    wants_dk: bool,
+    deterministic: bool,
+) -> Choice:
+    if not device.tuned or choice.strategy is not None or choice.backward_tiles:
+        return choice
+    wrt = (f"q{side}",) * wants_dq + (f"k{side}",) * wants_dk
+    tuned = _tuned(problem, device, problem_class(problem, wrt, deterministic))
+    return replace(choice, strategy=tuned.strategy, backward_tiles=tuned.backward_tiles)
+
+
+def tile_candidates(
+    kernel: str, problem: Problem, device: DeviceFacts, side: int = 0
+) -> tuple[ForwardTile | WarpgroupTile | BackwardTile, ...]:
+    """Every tile of a kernel that fits the card, not only the one that the plan takes.
+
+    A sweep compiles them first: one that spills registers is no candidate.
+
+    Parameters
+    ----------
+    kernel
+        One that has tiles.
+    problem, device
+        What to compute, and where.
+    side
+        Of a backward kernel.
+    """
+    dims = bucket(problem.head_dim1), bucket(problem.head_dim2)
+    limit = device.shared_memory_per_block
+    if kernel == "forward_sm80":
+        few = dict.fromkeys(tile for n in QUERY_CLASSES for tile in forward_tiles(*dims, n))
+        return tuple(tile for tile in few if tile.shared_memory(*dims) <= limit)
+    if kernel == "forward_sm90":
+        listed = warpgroup_tiles(*dims, problem.causal)
+        wide = dict.fromkeys((*listed, *warpgroup_grid(*dims, limit)))
+        return tuple(tile for tile in wide if tile.fits(*dims, limit))
+    cuts = backward_tiles(kernel, *dims, side)
+    return tuple(tile for tile in cuts if tile.shared_memory(kernel, *dims) + STATIC_BYTES <= limit)
+
+
+def warpgroup_grid(dim1: int, dim2: int, limit: int) -> Iterator[WarpgroupTile]:
+    """Tiles of ``forward_sm90`` around those that `warpgroup_tiles` lists, each with the most
+    stages that fit, up to four."""
+    for consumers, block_k, resident in itertools.product((3, 2), (64, 96, 128), (False, True)):
+        sized = (WarpgroupTile(consumers, block_k, stages, resident) for stages in (4, 3, 2))
+        yield from itertools.islice((tile for tile in sized if tile.fits(dim1, dim2, limit)), 1)
+
+
+def forward_candidates(problem: Problem, device: DeviceFacts) -> dict[ForwardPlan, Choice]:
+    """Different plans of a forward, each with the choice that leads to it whatever was tuned; the
+    plan's own first.
+
+    Every kernel and tile, each with the keys whole, split as the plan would, and split so that the
+    blocks fill the multiprocessors one to four times.
+    """
+    device = replace(device, tuned=())
+    own = _forward(problem, device, None, NO_CHOICE)
+    kernel = own.kernels[0].kernel if own.kernels else None
+    found = {own: Choice(own.num_splits, kernel, own.tile)}
+    for kernel in FORWARD_KERNELS:
+        if kernel == "forward_sm90" and why_not_sm90(problem, device):
+            continue
+        for tile in tile_candidates(kernel, problem, device):
+            choice = Choice(forward_kernel=kernel, forward_tile=cast(Any, tile))
+            free = _forward(problem, device, None, choice)
+            blocks = sum(one.grid for one in free.kernels[:1]) // free.num_splits
+            longest = max(1, problem.num_keys // max(free.tile.block_k, MIN_KEYS_PER_SPLIT))
+            waves = [times * device.num_sms // max(1, blocks) for times in (1, 2, 3, 4)]
+            for splits in dict.fromkeys((free.num_splits, 1, *waves)):
+                if 1 <= splits <= longest:
+                    split = replace(choice, num_splits=splits)
+                    found.setdefault(_forward(problem, device, None, split), split)
+    return found
+
+
+def backward_candidates(
+    problem: Problem, device: DeviceFacts, wrt: tuple[str, ...], *, deterministic: bool = False
+) -> dict[BackwardPlan, Choice]:
+    """Different plans of the gradients of one side, with the choices that lead to them; the plan's
+    own first.
+
+    Both strategies, and in each the tiles of one kernel at a time: those of two kernels can be
+    measured apart and put together.
+    """
+    device, wrt = replace(device, tuned=()), tuple(sorted(wrt))
+
+    def planned(choice: Choice) -> BackwardPlan:
+        return _backward(problem, device, wrt, "auto", deterministic, choice)
+
+    own = planned(NO_CHOICE)
+    is_fused = any(side.fused is not None for side in own.sides)
+    found = {own: Choice(strategy="fused" if is_fused else "separate")}
+    for strategy in ("fused", "separate"):
+        base = Choice(strategy=strategy)
+        found.setdefault(planned(base), base)
+        for side in planned(base).sides:
+            for kernel in (side.fused, side.dq, side.dk):
+                if kernel is None:
+                    continue
+                for tile in tile_candidates(kernel.kernel, problem, device, side.side):
+                    cut = replace(base, backward_tiles=((kernel.kernel, cast(Any, tile)),))
+                    found.setdefault(planned(cut), cut)
+    return found
+
+
+# -------------------------------------------------------------------------------------------------
 # What exists
 
 
 QUERY_CLASSES = (1, FEW_QUERIES, 4096)  # one length for each kind of forward tile
+FORWARD_KERNELS = ("forward_sm80", "forward_sm90")
 BACKWARD_KERNELS = ("backward_fused_sm80", "backward_dq_sm80", "backward_dk_sm80")
 # Pairs of unequal head dims that the benchmarks name.
 UNEQUAL_PAIRS = ((192, 64), (128, 32))

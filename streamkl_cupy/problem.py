@@ -328,6 +328,51 @@ def gradient_strides(problem: Problem, name: str) -> Strides:
     return _contiguous(num_heads, length, head_dim, problem.layout)
 
 
+def contiguous(
+    dtype: str,
+    *,
+    batch: int,
+    num_heads: int,
+    num_key_heads1: int,
+    num_key_heads2: int,
+    num_queries: int,
+    num_keys: int,
+    head_dim1: int,
+    head_dim2: int,
+    causal: bool,
+) -> Problem:
+    """Describe a call of contiguous, aligned arrays on a card, for planning without arrays.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `describe` and `check_gpu`.
+
+    Examples
+    --------
+    >>> heads = {"batch": 1, "num_heads": 8, "num_key_heads1": 2, "num_key_heads2": 8}
+    >>> sizes = {"num_queries": 5, "num_keys": 9, "head_dim1": 64, "head_dim2": 32}
+    >>> contiguous("bfloat16", **heads, **sizes, causal=True).group1
+    4
+    """
+    shapes = (
+        (batch, num_heads, num_queries, head_dim1),
+        (batch, num_key_heads1, num_keys, head_dim1),
+        (batch, num_heads, num_queries, head_dim2),
+        (batch, num_key_heads2, num_keys, head_dim2),
+    )
+    operands = []
+    for name, shape in zip(INPUTS, shapes, strict=True):
+        _, heads, length, head_dim = shape
+        strides = (heads * length * head_dim, length * head_dim, head_dim, 1)
+        operands.append(
+            Operand(name, shape, strides, dtype, Device("cuda", 0), pointer=ALIGNMENT_BYTES)
+        )
+    problem = describe(*operands, causal=causal)
+    check_gpu(problem)
+    return problem
+
+
 def check_options(
     causal: Any, scale1: Any, scale2: Any, layout: Any
 ) -> tuple[bool, float | None, float | None, str]:

@@ -25,10 +25,11 @@ def test_unset_and_empty_mean_the_default(
     monkeypatch: pytest.MonkeyPatch, text: str | None
 ) -> None:
     if text is not None:
-        for name in ("CACHE_DIR", "CACHE_SIZE", "DEBUG", "FORCE"):
+        for name in ("CACHE_DIR", "CACHE_SIZE", "CHOICES", "DEBUG", "FORCE"):
             monkeypatch.setenv(f"STREAMKL_{name}", text)
     assert env.cache_dir() is None
     assert env.cache_size() == 512_000_000
+    assert env.choices() is True
     assert env.debug() is False
     assert env.force() is None
 
@@ -60,6 +61,16 @@ def test_debug(monkeypatch: pytest.MonkeyPatch, value: bool, position: int) -> N
     words = ("1", "true", "YES", "On") if value else ("0", "false", "No", "oFF")
     monkeypatch.setenv("STREAMKL_DEBUG", words[position])
     assert env.debug() is value
+
+
+def test_choices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for text, expected in (("1", True), ("On", True), ("0", False), ("OFF", False)):
+        monkeypatch.setenv("STREAMKL_CHOICES", text)
+        assert env.choices() is expected
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for text in (str(tmp_path / "mine.json"), "~/mine.json"):
+        monkeypatch.setenv("STREAMKL_CHOICES", text)
+        assert env.choices() == tmp_path / "mine.json"
 
 
 def test_force(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,6 +106,13 @@ def test_force(monkeypatch: pytest.MonkeyPatch) -> None:
                 f"got '{text}'; set STREAMKL_DEBUG=1 to see what runs, or unset it.",
             )
             for text in ("2", "verbose")
+        ),
+        (
+            env.choices,
+            "STREAMKL_CHOICES",
+            "mine.json",
+            "STREAMKL_CHOICES: expected an absolute path or one of 1 true yes on 0 false no off, "
+            "got 'mine.json'; set STREAMKL_CHOICES=0 to plan without what was tuned, or unset it.",
         ),
         *(
             (

@@ -18,30 +18,44 @@ LEVELS = {
     "problem": 0,
     "reference": 0,
     "state": 0,
+    "timing": 0,
     "jit": 1,
     "plan": 1,
     "tensor_map": 1,
     "chain": 2,
+    "choices": 2,
     "interop": 2,
     "launch": 3,
     "api": 4,
     "audit": 5,
     "jax": 5,
     "torch": 5,
+    "tune": 5,
     "cli": 6,
     "__main__": 7,
 }
 
 # Modules that may name an array library at all, and where.
 HOMES = {
-    "cupy": {"chain", "interop", "jit", "launch", "tensor_map", "torch", "jax", "cli", "audit"},
+    "cupy": {
+        "chain",
+        "interop",
+        "jit",
+        "launch",
+        "tensor_map",
+        "torch",
+        "jax",
+        "cli",
+        "audit",
+        "tune",
+    },
     "torch": {"torch"},
     "jax": {"jax"},
     "cuda": {"jit", "cli"},
 }
 
 # Modules that do not need even the base dependencies.
-PURE = {"env", "plan", "problem", "state"}
+PURE = {"env", "plan", "problem", "state", "timing"}
 
 SOURCES = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
 

@@ -525,7 +525,7 @@ print("done")
 def test_mixed_files_of_two_processes_are_built_again(sources: Path, fake: list[str]) -> None:
     built = jit.build("toy", TEMPLATE, "sm_80", sources=sources)
     # The other process compiled to other bytes, and its cubin landed last.
-    jit._replace(built.path, b"other bytes")
+    jit.replace_file(built.path, b"other bytes")
     assert jit.build("toy", TEMPLATE, "sm_80", sources=sources) == built
     assert len(fake) == 2
 

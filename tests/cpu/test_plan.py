@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamkl_cupy import jit, plan
-from streamkl_cupy.plan import BackwardPlan, DeviceFacts, KernelPlan, PlanError
+from streamkl_cupy.plan import BackwardPlan, BackwardTile, DeviceFacts, KernelPlan, PlanError
 from streamkl_cupy.problem import Problem, Strides
 from tests import host_compiler
 
@@ -368,9 +368,10 @@ def test_override_of_the_splits() -> None:
 def test_override_of_the_tiles() -> None:
     problem = make()
     forward_tile = plan.ForwardTile(1, 2, 2, 64, 32, 3, False)
-    backward_tile = plan.BackwardTile(1, 2, 16, 16, 3)
+    backward_tile = BackwardTile(1, 2, 16, 16, 3)
     free = plan.current_override()
-    with plan.override(forward_tile=forward_tile), plan.override(backward_tile=backward_tile):
+    tiles = dict.fromkeys(plan.BACKWARD_KERNELS, backward_tile)
+    with plan.override(forward_tile=forward_tile), plan.override(backward_tiles=tiles):
         assert plan.current_override() != free
         forward = plan.forward(problem, H200)
         backward = plan.backward(problem, H200, INPUTS)
@@ -405,6 +406,141 @@ def test_override_of_what_does_not_exist() -> None:
         plan.override(tiles=3),
     ):
         pass
+
+
+def test_override_of_the_strategy_yields_to_the_caller() -> None:
+    problem = make(num_queries=4096, num_keys=4096)
+    with plan.override(strategy="separate"):
+        auto = plan.backward(problem, H200, ("q2", "k2"))
+        asked = plan.backward(problem, H200, ("q2", "k2"), strategy="fused")
+    assert auto.sides[0].fused is None
+    assert asked.sides[0].fused is not None
+
+
+# ------------------------------------------------------------------------------ candidates, tuning
+
+
+CANDIDATE_LENGTHS = ((1, 131_072), (50, 3000), (1000, 1000), (16_384, 16_384), (3, 0), (0, 3))
+
+
+@pytest.mark.parametrize("lengths", CANDIDATE_LENGTHS)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (192, 64)])
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.arch)
+def test_candidates_of_the_forward(
+    lengths: tuple[int, int], dims: tuple[int, int], card: DeviceFacts
+) -> None:
+    problem = hopper_problem(
+        num_queries=lengths[0], num_keys=lengths[1], head_dim1=dims[0], head_dim2=dims[1]
+    )
+    found = plan.forward_candidates(problem, card)
+    assert next(iter(found)) == plan.forward(problem, card)
+    kernels = {kernel.kernel for chosen in found for kernel in chosen.kernels[:1]}
+    if 0 not in lengths:
+        assert ("forward_sm90" in kernels) == (card.arch == "sm_90a")
+        assert "forward_sm80" in kernels
+    for chosen, choice in found.items():
+        assert isinstance(choice.num_splits, int)
+        with plan.override(**{f.name: getattr(choice, f.name) for f in dataclasses.fields(choice)}):
+            assert plan.forward(problem, card) == chosen
+        for kernel in chosen.kernels:
+            assert kernel.shared_memory <= card.shared_memory_per_block
+        assert chosen.num_splits == 1 or chosen.num_splits * 256 <= lengths[1]
+
+
+@pytest.mark.parametrize("lengths", CANDIDATE_LENGTHS)
+@pytest.mark.parametrize("wrt", [("q2", "k2"), ("q1",), ("k1",)])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_candidates_of_the_backward(
+    lengths: tuple[int, int], wrt: tuple[str, ...], deterministic: bool
+) -> None:
+    problem = make(num_queries=lengths[0], num_keys=lengths[1])
+    found = plan.backward_candidates(problem, H200, wrt, deterministic=deterministic)
+    assert next(iter(found)) == plan.backward(problem, H200, wrt, deterministic=deterministic)
+    fused = [chosen for chosen in found if any(side.fused for side in chosen.sides)]
+    possible = not deterministic and 0 not in lengths and len(wrt) == 2
+    assert not deterministic or not fused
+    assert bool(fused) or not possible
+    for chosen, choice in found.items():
+        assert len(choice.backward_tiles) <= 1
+        fields = {f.name: getattr(choice, f.name) for f in dataclasses.fields(choice)}
+        other = plan.Choice(backward_tiles=(("backward_dq_sm80", BackwardTile(1, 2, 16, 16, 2)),))
+        card = tuned(H200, problem, other, wrt=wrt, deterministic=deterministic)
+        with plan.override(**fields):
+            assert plan.backward(problem, card, wrt, deterministic=deterministic) == chosen
+        for kernel in chosen.kernels:
+            assert kernel.shared_memory <= H200.shared_memory_per_block
+
+
+def tuned(card: DeviceFacts, problem: Problem, choice: plan.Choice, **of: Any) -> DeviceFacts:
+    entry = plan.TunedChoice(plan.problem_class(problem, **of), plan.shape_of(problem), choice)
+    return dataclasses.replace(card, tuned=(*card.tuned, entry))
+
+
+def test_a_tuned_forward_serves_its_class() -> None:
+    problem = hopper_problem(num_queries=1000)
+    choices = plan.forward_candidates(problem, H200)
+    split = [chosen for chosen in choices if chosen.num_splits > 1]
+    chosen = next(one for one in split if one.kernels[0].kernel == "forward_sm80")
+    choice = choices[chosen]
+    card = tuned(H200, problem, choice)
+    assert plan.forward(problem, card) == chosen
+    # Another length of the class takes the tile, but not the number of splits.
+    alike = hopper_problem(num_queries=900)
+    assert plan.forward(alike, card).tile == chosen.tile
+    free = dataclasses.replace(choice, num_splits=None)
+    assert plan.forward(alike, card) == plan.forward(alike, tuned(H200, alike, free))
+    for other in (
+        hopper_problem(num_queries=1025),
+        hopper_problem(num_queries=1000, causal=True),
+        hopper_problem(num_queries=1000, head_dim1=64),
+        hopper_problem(num_queries=1000, dtype="float16"),
+        hopper_problem(num_queries=1000, num_key_heads1=4),
+        hopper_problem(num_queries=1000, batch=64),
+        hopper_problem(num_queries=1000, aligned=False),
+    ):
+        assert plan.forward(other, card) == plan.forward(other, H200)
+
+
+def test_what_is_asked_for_comes_before_what_was_tuned() -> None:
+    problem = hopper_problem(num_queries=1000)
+    choices = plan.forward_candidates(problem, H200)
+    narrow = next(p for p in choices if p.kernels[0].kernel == "forward_sm80")
+    card = tuned(H200, problem, choices[narrow])
+    assert plan.forward(problem, card).kernels[0].kernel == "forward_sm80"
+    forced = plan.forward(problem, card, force="forward_sm90")
+    assert forced == plan.forward(problem, H200, force="forward_sm90")
+    with plan.override(forward_kernel="forward_sm90"):
+        assert plan.forward(problem, card).kernels[0].kernel == "forward_sm90"
+    with plan.override(num_splits=2):
+        assert plan.forward(problem, card).tile == narrow.tile
+        assert plan.forward(problem, card).num_splits == 2
+
+
+def test_a_tuned_hopper_kernel_is_left_where_it_cannot_run() -> None:
+    problem = hopper_problem(num_queries=1000)
+    choices = plan.forward_candidates(problem, H200)
+    wide = [p for p in choices if p.kernels[0].kernel == "forward_sm90"][-1]
+    card = tuned(H200, problem, choices[wide])
+    assert plan.forward(problem, card).tile == wide.tile
+    at_one_address = hopper_problem(num_queries=1000, k1=Strides(0, 0, 0))
+    assert plan.forward(at_one_address, card) == plan.forward(at_one_address, H200)
+
+
+def test_a_tuned_backward_serves_its_side_and_its_gradients() -> None:
+    problem = make(num_queries=1000)
+    of = {"wrt": ("k2", "q2"), "deterministic": False}
+    tile = BackwardTile(1, 2, 16, 16, 2)
+    choice = plan.Choice(strategy="separate", backward_tiles=(("backward_dk_sm80", tile),))
+    card = tuned(H200, problem, choice, **of)
+    side2, side1 = plan.backward(problem, card, INPUTS).sides
+    assert side2.fused is None
+    assert side2.dk is not None
+    assert side2.dk.block == tile.threads
+    assert side1 == plan.backward(problem, H200, INPUTS).sides[1]
+    for options in ({"deterministic": True}, {"strategy": "fused"}):
+        ours = plan.backward(problem, card, ("q2", "k2"), **options)
+        assert ours == plan.backward(problem, H200, ("q2", "k2"), **options)
+    assert plan.backward(problem, card, ("k2",)) == plan.backward(problem, H200, ("k2",))
 
 
 # -------------------------------------------------------------------------------------- the errors
