@@ -6,9 +6,9 @@
 //   q1 [B, H, N_Q, D1]  k1 [B, H_K1, N_K, D1]  q2 [B, H, N_Q, D2]  k2 [B, H_K2, N_K, D2]   -> rows
 //   [B, H, N_Q]
 //
-// Grid: one block per (batch, head or pack of heads, tile of kBlockQ rows, split of the keys), heavy
-// query tiles of a head first. Warps: kNumWarpsQ x kNumWarpsK; a warp owns 16 kRowTiles query rows and every
-// kNumWarpsK-th part of a key tile.
+// Grid: one block per (batch, head or pack of heads, tile of kBlockQ rows, split of the keys),
+// heavy query tiles of a head first. Warps: kNumWarpsQ x kNumWarpsK; a warp owns 16 kRowTiles query
+// rows and every kNumWarpsK-th part of a key tile.
 //
 //   1. Q1 and Q2 come to shared memory and, where they fit, stay in registers as mma operands.
 //   2. Tiles of K1 and K2 run through a ring of kNumStages buffers, filled by cp.async.
@@ -98,10 +98,8 @@ __global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ* kNum
         load_packed_tile<Traits::kBlockQ, kHeadDim2, kNumThreads, kIsAligned>(
             sQ2, gQ2, params.q2.head_stride, TileRows<true>(params, block, 0));
     } else {
-        load_tile<Traits::kBlockQ, kHeadDim1, kNumThreads, kIsAligned>(sQ1, gQ1,
-                                                                       block.first_query);
-        load_tile<Traits::kBlockQ, kHeadDim2, kNumThreads, kIsAligned>(sQ2, gQ2,
-                                                                       block.first_query);
+        load_tile<Traits::kBlockQ, kHeadDim1, kNumThreads, kIsAligned>(sQ1, gQ1, block.first_query);
+        load_tile<Traits::kBlockQ, kHeadDim2, kNumThreads, kIsAligned>(sQ2, gQ2, block.first_query);
     }
     cp_async_commit();
     typename Traits::template Stationary<kHeadDim1> queries1;
@@ -115,9 +113,8 @@ __global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ* kNum
     if constexpr (kQueriesInRegisters) __syncthreads();
 
     // 2. The ring of key tiles.
-    const TileRange tiles =
-        tiles_of_split<kBlockK>(range, block.first_query, params.queries_per_tile,
-                                block.split_idx, params.num_splits);
+    const TileRange tiles = tiles_of_split<kBlockK>(
+        range, block.first_query, params.queries_per_tile, block.split_idx, params.num_splits);
     const auto load_stage = [&](int tile, int stage) {
         if (tile < tiles.end) {
             const uint32 sK1 = sRing + stage * Traits::kStageBytes;

@@ -5,9 +5,9 @@
 //   q1 [B, H, N_Q, D1]  k1 [B, H_K1, N_K, D1]  q2 [B, H, N_Q, D2]  k2 [B, H_K2, N_K, D2]   -> rows
 //   [B, H, N_Q]
 //
-// Grid: one block per (batch, head or pack of heads, tile of kBlockQ rows, split of the keys), heavy
-// query tiles of a head first. Warpgroup 0 produces: one lane asks the copy engine for tiles. Each further
-// warpgroup consumes: it owns 64 query rows.
+// Grid: one block per (batch, head or pack of heads, tile of kBlockQ rows, split of the keys),
+// heavy query tiles of a head first. Warpgroup 0 produces: one lane asks the copy engine for tiles.
+// Each further warpgroup consumes: it owns 64 query rows.
 //
 //   1. Q1 and Q2 are fetched; queries that live in registers pass through the first two stages of
 //   the ring.
@@ -73,9 +73,8 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     const ForwardBlock block = forward_block(params, blockIdx.x);
     const int batch_idx = block.batch_idx, head_idx = block.head_idx;
     const KeyRange& range = params.range;
-    const TileRange tiles =
-        tiles_of_split<kBlockK>(range, block.first_query, params.queries_per_tile, block.split_idx,
-                                params.num_splits);
+    const TileRange tiles = tiles_of_split<kBlockK>(
+        range, block.first_query, params.queries_per_tile, block.split_idx, params.num_splits);
     const int warpgroup = warp_id() / 4;
 
     if (threadIdx.x == 0) {
@@ -94,7 +93,8 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
         // 1. The queries.
         if (lane == 0) {
             const int rows_of_box = params.heads_per_tile * params.queries_per_tile;
-            const int bytes1 = Tile1::num_bytes(rows_of_box), bytes2 = Tile2::num_bytes(rows_of_box);
+            const int bytes1 = Tile1::num_bytes(rows_of_box),
+                      bytes2 = Tile2::num_bytes(rows_of_box);
             const int head1 = step(params.q1.head_stride, head_idx),
                       head2 = step(params.q2.head_stride, head_idx);
             const int batch1 = step(params.q1.batch_stride, batch_idx),
@@ -158,9 +158,10 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     KlState state[2] = {empty_state(), empty_state()};
     const TileRows<kIsPacked> rows_of_group(params, block, first_row_of_group);
     const int first_query = rows_of_group.query(0), last_query = rows_of_group.query(63);
-    const Interval any = range.any_of(first_query, last_query);
-    const Interval all = range.all_of(first_query, last_query);
     const bool has_rows = rows_of_group.exists(0, range.num_queries);
+    const TileRange visited = clipped(
+        tiles, has_rows ? tiles_over<kBlockK>(range.any_of(first_query, last_query)) : TileRange{});
+    const TileRange unmasked = tiles_within<kBlockK>(range.all_of(first_query, last_query));
 
     using Queries1 = typename Choose<kQueriesInRegisters, PanelRegisters<kHeadDim1>,
                                      PanelShared<kHeadDim1>>::Type;
@@ -185,15 +186,10 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
         mbarrier_wait(query_barrier, 0);
     }
 
+    ring.skip(visited.begin - tiles.begin, lane);
     SKL_NO_UNROLL
-    for (int tile = tiles.begin; tile < tiles.end; ++tile) {
-        const int first_key = tile * kBlockK;
+    for (int tile = visited.begin; tile < visited.end; ++tile) {
         ring.consumer_wait();
-        if (!has_rows || first_key >= any.end || first_key + kBlockK <= any.begin) {
-            ring.consumer_release(lane);
-            ring.advance();
-            continue;
-        }
         // 3. The logits.
         float s1[2][kBlockK / 4], s2[2][kBlockK / 4];
         const uint32 sK1 = sRing + ring.stage * Traits::kStageBytes;
@@ -206,14 +202,15 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
         pin_all(s2);
         ring.consumer_release(lane);
         ring.advance();
-        if (first_key < all.begin || first_key + kBlockK > all.end) {
-            mask_scores(s1, s2, range, rows, first_key, params.masked_logit1,
+        if (!unmasked.contains(tile)) {
+            mask_scores(s1, s2, range, rows, tile * kBlockK, params.masked_logit1,
                         params.masked_logit2);
         }
         // 4. The state.
         update(state, s1, s2, params.scale1, params.scale2);
         __syncwarp();
     }
+    ring.skip(tiles.end - visited.end, lane);
 
     // 5. and 6. The rows.
     SKL_UNROLL

@@ -41,4 +41,13 @@ struct Ring {
     SKL_DEVICE void consumer_release(int lane) const {
         if (lane == 0) mbarrier_arrive(empty());
     }
+    // Lets go of buffers that this warp has no use for.
+    SKL_DEVICE void skip(int num_buffers, int lane) {
+        SKL_NO_UNROLL
+        for (int i = 0; i < num_buffers; ++i) {
+            consumer_wait();
+            consumer_release(lane);
+            advance();
+        }
+    }
 };

@@ -112,8 +112,7 @@ SKL_DEVICE void load_packed_tile(uint32 tile, const RowsOfHead& source, int64 he
     SKL_NO_UNROLL
     for (int i = threadIdx.x; i < kRows * Layout::kChunks; i += kNumThreads) {
         const int row = i / Layout::kChunks, chunk = i % Layout::kChunks;
-        const bool is_inside =
-            rows.exists(row, source.num_rows) && chunk * 8 < source.head_dim;
+        const bool is_inside = rows.exists(row, source.num_rows) && chunk * 8 < source.head_dim;
         const uint16* from = source.data + (rows.head(row) - rows.first_head) * head_stride +
                              rows.query(row) * source.row_stride + chunk * 8;
         copy_chunk<kIsAligned>(tile + Layout::offset_bytes(row, chunk), from, is_inside,

@@ -55,10 +55,9 @@ SKL_DEVICE void write_partial(const ForwardParams& params, int64 at, const KlSta
 SKL_DEVICE void write_state(const ForwardParams& params, const ForwardBlock& block, int head_idx,
                             int query_idx, const KlState& state) {
     if (params.num_splits > 1) {
-        const int64 row =
-            (static_cast<int64>(block.batch_idx) * params.num_heads + head_idx) *
-                params.range.num_queries +
-            query_idx;
+        const int64 row = (static_cast<int64>(block.batch_idx) * params.num_heads + head_idx) *
+                              params.range.num_queries +
+                          query_idx;
         write_partial(params, row * params.num_splits + block.split_idx, state);
     } else {
         write_row(params, block.batch_idx, head_idx, query_idx, state);

@@ -424,6 +424,10 @@ def warmup(
         name = (item.kernel, item.template)
         kernels[name] = max(kernels.get(name, 0), item.shared_memory)
 
+    for aligned in (True, False) if unaligned else (True,):
+        for kernel, template, shared_memory in plan.forward_kernels(dtype, *dims, aligned, facts):
+            kernels.setdefault((kernel, template), shared_memory)
+
     for num_done, ((kernel, template), shared_memory) in enumerate(kernels.items()):
         if progress is not None:
             progress(num_done, len(kernels), jit.render(kernel, template))
@@ -768,7 +772,7 @@ def _warmup_problems(head_dim1: int, head_dim2: int, dtype: str, unaligned: bool
     card = Device("cuda", 0)
     addresses = (ALIGNMENT_BYTES, ALIGNMENT_BYTES + ITEM_BYTES[dtype])
     problems = []
-    for num_queries, causal in itertools.product(plan.QUERY_CLASSES, (False, True)):
+    for num_queries, causal in itertools.product(plan.ROW_CLASSES, (False, True)):
         for address in addresses if unaligned else addresses[:1]:
             operands = [
                 Operand(

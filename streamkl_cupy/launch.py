@@ -32,7 +32,19 @@ _TENSOR = "Qqqq"
 _ROWS = "qqq"
 _RANGE = "iii"
 FORWARD_PARAMS = struct.Struct(
-    "=" + _TENSOR * 4 + _ROWS + "QQQQQ" + "Q" + _RANGE + "iii" + "ii" + "ii" + "ff" + "ff" + "q"
+    "="
+    + _TENSOR * 4
+    + _ROWS
+    + "QQQQQ"
+    + "Q"
+    + _RANGE
+    + "iii"
+    + "ii"
+    + "ii"
+    + "ii"
+    + "ff"
+    + "ff"
+    + "q"
 )
 PREPARE_PARAMS = struct.Struct("=" + _ROWS + "QQQQQ" + "Q" + _ROWS + "Q" + "Q" + "ii" + "q")
 BACKWARD_PARAMS = struct.Struct(
@@ -120,6 +132,8 @@ def forward(plan: ForwardPlan, problem: Problem, device_index: int) -> Chain:
             problem.head_dim2,
             plan.num_query_tiles,
             plan.num_splits,
+            plan.heads_per_tile,
+            plan.queries_per_tile,
             scale1,
             scale2,
             MASKED_LOGIT / scale1,
@@ -131,7 +145,9 @@ def forward(plan: ForwardPlan, problem: Problem, device_index: int) -> Chain:
     for kernel in plan.kernels:
         maps: tuple[Map, ...] = ()
         if kernel.kernel == "forward_sm90":
-            maps = input_maps(problem, plan.tile.stationary_rows, plan.tile.block_k)
+            maps = input_maps(
+                problem, plan.queries_per_tile, plan.tile.block_k, plan.heads_per_tile
+            )
         steps.append(Kernel(kernel, params, maps))
     return Chain(plan.arch, device_index, steps)
 
@@ -190,16 +206,19 @@ def backward(plan: BackwardPlan, problem: Problem, dkl: Strides, device_index: i
     return Chain(plan.arch, device_index, steps)
 
 
-def input_maps(problem: Problem, block_q: int, block_k: int) -> tuple[Map, ...]:
-    """The tensor maps of q1 k1 q2 k2 in boxes of so many queries and keys."""
+def input_maps(
+    problem: Problem, block_q: int, block_k: int, heads_per_tile: int = 1
+) -> tuple[Map, ...]:
+    """The tensor maps of q1 k1 q2 k2 in boxes of so many queries of so many heads, and so many
+    keys."""
     queries = problem.batch, problem.num_heads, problem.num_queries
     keys1 = problem.batch, problem.num_key_heads1, problem.num_keys
     keys2 = problem.batch, problem.num_key_heads2, problem.num_keys
     dim1, dim2, dtype = problem.head_dim1, problem.head_dim2, problem.dtype
     return (
-        Map("q1", Tensor((*queries, dim1), problem.q1, dtype, block_q)),
+        Map("q1", Tensor((*queries, dim1), problem.q1, dtype, block_q, heads_per_tile)),
         Map("k1", Tensor((*keys1, dim1), problem.k1, dtype, block_k)),
-        Map("q2", Tensor((*queries, dim2), problem.q2, dtype, block_q)),
+        Map("q2", Tensor((*queries, dim2), problem.q2, dtype, block_q, heads_per_tile)),
         Map("k2", Tensor((*keys2, dim2), problem.k2, dtype, block_k)),
     )
 

@@ -27,7 +27,7 @@ ROW_STATISTICS_BYTES = 16
 WORKSPACE_ALIGNMENT = 256
 TILE_ALIGNMENT = 128
 # What reduce_splits and backward_prepare/finish are compiled for.
-REDUCE_ROWS_PER_BLOCK = 4
+REDUCE_THREADS = 128
 PREPARE_THREADS = 256
 FINISH_THREADS = 256
 
@@ -221,9 +221,14 @@ class ForwardPlan:
     arch: str
     kernels: tuple[KernelPlan, ...]
     tile: ForwardTile | WarpgroupTile
+    heads_per_tile: int
     num_query_tiles: int
     num_splits: int
     workspace_bytes: int
+
+    @property
+    def queries_per_tile(self) -> int:
+        return self.tile.stationary_rows // self.heads_per_tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,43 +378,82 @@ def _forward(
     if kernel == "forward_sm90":
         if reason := why_not_sm90(problem, device):
             raise PlanError(f"forward_sm90: {reason}. Unset STREAMKL_FORCE to let the plan choose")
-        wide = choice.forward_tile or warpgroup_tile(dim1, dim2, problem.causal, device)
-        assert isinstance(wide, WarpgroupTile)
-        template, resident, tile = (warpgroup_template(problem.dtype, dim1, dim2, wide), 1, wide)
+        assert not isinstance(choice.forward_tile, ForwardTile)
+        tile, num_splits = warpgroup_tile(problem, device, choice)
+        heads = heads_per_tile(problem, tile.stationary_rows)
+        template = warpgroup_template(problem.dtype, dim1, dim2, tile, heads > 1)
     else:
-        narrow = choice.forward_tile or forward_tile(dim1, dim2, problem.num_queries, device)
+        heads = heads_per_tile(problem, FEW_QUERIES // max(1, problem.num_queries))
+        rows = problem.num_queries * heads
+        narrow = choice.forward_tile or forward_tile(dim1, dim2, rows, device)
         assert isinstance(narrow, ForwardTile)
-        template = forward_template(problem.dtype, dim1, dim2, narrow, problem.aligned)
+        heads = heads_per_tile(problem, min(heads, narrow.stationary_rows))
+        aligned = problem.aligned
+        template = forward_template(problem.dtype, dim1, dim2, narrow, aligned, heads > 1)
         smem = narrow.shared_memory(dim1, dim2)
         fitting = (device.shared_memory_per_block + RESERVED_BYTES) // (smem + RESERVED_BYTES)
         resident, tile = max(1, min(narrow.blocks_per_sm, fitting)), narrow
-    num_tiles = _ceil_div(problem.num_queries, tile.stationary_rows)
-    blocks = problem.batch * problem.num_heads * num_tiles
-    if choice.num_splits is not None:
-        num_splits = min(choice.num_splits, max(1, _ceil_div(problem.num_keys, tile.block_k)))
-    else:
-        max_splits = max(1, problem.num_keys // max(tile.block_k, MIN_KEYS_PER_SPLIT))
-        num_splits = choose_splits(blocks, max_splits, device.num_sms * resident)
+        blocks = num_blocks(problem, tile, heads)
+        num_splits = choice.num_splits or choose_splits(
+            blocks, max_splits(problem, tile), device.num_sms * resident
+        )
+    num_splits = min(num_splits, max(1, _ceil_div(problem.num_keys, tile.block_k)))
+    blocks = num_blocks(problem, tile, heads)
     kernels = []
     if blocks > 0:
         smem = tile.shared_memory(dim1, dim2)
         kernels.append(KernelPlan(kernel, template, blocks * num_splits, tile.threads, smem))
         if num_splits > 1:
-            grid = _ceil_div(problem.num_rows, REDUCE_ROWS_PER_BLOCK)
-            kernels.append(KernelPlan("reduce_splits", (), grid, 32 * REDUCE_ROWS_PER_BLOCK, 0))
+            kernels.append(reduce_splits(problem, num_splits))
     workspace = STATE_FIELDS * FLOAT_BYTES * num_splits * problem.num_rows if num_splits > 1 else 0
     name = (
         f"{kernel}_{ELEMENTS[problem.dtype]}_d{dim1}x{dim2}"
         f"_q{tile.stationary_rows}_k{tile.block_k}_s{tile.num_stages}"
-        f"{'' if problem.aligned else '_guarded'}{f'_split{num_splits}' if num_splits > 1 else ''}"
+        f"{'' if problem.aligned else '_guarded'}{f'_pack{heads}' if heads > 1 else ''}"
+        f"{f'_split{num_splits}' if num_splits > 1 else ''}"
     )
-    return ForwardPlan(name, device.arch, tuple(kernels), tile, num_tiles, num_splits, workspace)
+    num_tiles = _ceil_div(problem.num_queries, tile.stationary_rows // heads)
+    return ForwardPlan(
+        name, device.arch, tuple(kernels), tile, heads, num_tiles, num_splits, workspace
+    )
 
 
 def forward_kernel(problem: Problem, device: DeviceFacts) -> str:
     """Hopper's kernel where it can run and the queries fill its tiles."""
-    few = problem.num_queries <= FEW_QUERIES
-    return "forward_sm80" if few or why_not_sm90(problem, device) else "forward_sm90"
+    rows = problem.num_queries * heads_per_tile(problem, FEW_QUERIES)
+    return (
+        "forward_sm80" if rows <= FEW_QUERIES or why_not_sm90(problem, device) else "forward_sm90"
+    )
+
+
+def heads_per_tile(problem: Problem, limit: int) -> int:
+    """How many heads, at most ``limit``, share a tile of rows: few queries of heads that share
+    their keys on both sides are packed, so that the keys are read once."""
+    shared = math.gcd(problem.group1, problem.group2)
+    # A tensor map has no packs of heads that all lie at one address.
+    is_expanded = problem.num_heads > 1 and 0 in (problem.q1.head, problem.q2.head)
+    if problem.num_queries > FEW_QUERIES or is_expanded:
+        return 1
+    return max(
+        heads for heads in range(1, shared + 1) if shared % heads == 0 and heads <= max(1, limit)
+    )
+
+
+def num_blocks(problem: Problem, tile: ForwardTile | WarpgroupTile, heads: int) -> int:
+    """Blocks of the forward, if the keys are not split."""
+    num_tiles = _ceil_div(problem.num_queries, tile.stationary_rows // heads)
+    return problem.batch * problem.num_heads // heads * num_tiles
+
+
+def max_splits(problem: Problem, tile: ForwardTile | WarpgroupTile) -> int:
+    return max(1, problem.num_keys // max(tile.block_k, MIN_KEYS_PER_SPLIT))
+
+
+def reduce_splits(problem: Problem, num_splits: int) -> KernelPlan:
+    """A row of few splits takes few lanes."""
+    lanes = min(32, 1 << (num_splits - 1).bit_length())
+    grid = _ceil_div(problem.num_rows, REDUCE_THREADS // lanes)
+    return KernelPlan("reduce_splits", (("kLanesPerRow", lanes),), grid, REDUCE_THREADS, 0)
 
 
 def why_not_sm90(problem: Problem, device: DeviceFacts) -> str:
@@ -427,35 +471,96 @@ def why_not_sm90(problem: Problem, device: DeviceFacts) -> str:
     return ""
 
 
-def warpgroup_tile(dim1: int, dim2: int, causal: bool, device: DeviceFacts) -> WarpgroupTile:
-    """Choose the tile of a pair of buckets; see `warpgroup_tiles`."""
-    for tile in warpgroup_tiles(dim1, dim2, causal):
-        if tile.fits(dim1, dim2, device.shared_memory_per_block):
-            return tile
-    raise PlanError(
-        f"forward_sm90: no tile for head dims {dim1} and {dim2} fits "
-        f"{device.shared_memory_per_block} bytes of shared memory"
-    )
+def warpgroup_tile(
+    problem: Problem, device: DeviceFacts, choice: Choice = NO_CHOICE
+) -> tuple[WarpgroupTile, int]:
+    """Choose a tile of `warpgroup_tiles` and into how many parts the keys are split: what takes the
+    least time by `warpgroup_time`; the first of equals."""
+    dims = bucket(problem.head_dim1), bucket(problem.head_dim2)
+    is_packed = heads_per_tile(problem, 2) > 1
+    tiles = [tile for tile in warpgroup_tiles(*dims, is_packed) if _fits(tile, dims, device)]
+    if choice.forward_tile is not None:
+        tiles = [cast(WarpgroupTile, choice.forward_tile)]
+    if not tiles:
+        raise PlanError(
+            f"forward_sm90: no tile for head dims {dims[0]} and {dims[1]} fits "
+            f"{device.shared_memory_per_block} bytes of shared memory"
+        )
+    times = {}
+    for tile in tiles:
+        blocks = num_blocks(problem, tile, heads_per_tile(problem, tile.stationary_rows))
+        # Beyond sixteen blocks a multiprocessor there is little left to even out.
+        most = min(max_splits(problem, tile), _ceil_div(16 * device.num_sms, max(1, blocks)))
+        for splits in (choice.num_splits,) if choice.num_splits else range(1, most + 1):
+            times[tile, splits] = warpgroup_time(problem, device, tile, splits)
+    return min(times, key=lambda tile_and_splits: times[tile_and_splits])
 
 
-def warpgroup_tiles(dim1: int, dim2: int, causal: bool) -> Iterator[WarpgroupTile]:
-    """Tiles for a pair of buckets, the fastest first.
+def _fits(tile: WarpgroupTile, dims: tuple[int, int], device: DeviceFacts) -> bool:
+    return tile.fits(*dims, device.shared_memory_per_block)
 
-    Three consumers of 64 rows, as many stages as fit. Past head dimensions of 256 in all their
-    queries do not fit beside two stages: two consumers, whose queries live in registers.
+
+# Measured on an H200 in units of the time that a block of three consumers takes for 128 keys
+# (2.65 us at head dims of 128): the start and the end of a block, the merge of splits, and the
+# part of that time that fewer consumers need, which keep the multiprocessor less busy.
+BLOCK_OVERHEAD = 2.7
+MERGE_OVERHEAD = 0.5
+TIME_OF_CONSUMERS = {1: 0.56, 2: 0.76, 3: 1.0}
+
+
+def warpgroup_time(
+    problem: Problem, device: DeviceFacts, tile: WarpgroupTile, num_splits: int
+) -> float:
+    """What the forward would take, in the unit above.
+
+    Of equal blocks the last wave counts. Blocks that a causal mask makes unequal, the heavy ones
+    first, even out as far as the longest lets them; the shortest over the longest says how equal
+    they are.
     """
-    for stages in (5, 4, 3, 2):
-        yield WarpgroupTile(3, 128, stages, False)
-    if dim1 + dim2 <= 320:
+    blocks = num_blocks(problem, tile, heads_per_tile(problem, tile.stationary_rows)) * num_splits
+    # Products take a time that goes with the head dims, exponentials one that does not.
+    width = max(0.75, (bucket(problem.head_dim1) + bucket(problem.head_dim2)) / 256)
+    step = TIME_OF_CONSUMERS[tile.num_consumers] * tile.block_k / 128
+    overhead = BLOCK_OVERHEAD / width
+
+    def of_block(num_keys: float) -> float:
+        return overhead + step * math.ceil(num_keys / tile.block_k / num_splits)
+
+    longest = of_block(problem.num_keys)
+    time = _ceil_div(blocks, device.num_sms) * longest
+    if problem.causal:
+        masked = min(problem.num_queries, problem.num_keys)
+        mean = of_block(problem.num_keys - masked / 2)
+        evened_out = max(longest, blocks * mean / device.num_sms)
+        equality = of_block(problem.num_keys - masked) / longest
+        time = equality * time + (1 - equality) * evened_out
+    return time + (MERGE_OVERHEAD / width if num_splits > 1 else 0)
+
+
+def warpgroup_tiles(dim1: int, dim2: int, is_packed: bool) -> Iterator[WarpgroupTile]:
+    """Tiles for a pair of buckets, those that keep a multiprocessor busiest first.
+
+    Three consumers of 64 rows, as many stages as fit; two for grids that three would leave uneven.
+    Past head dimensions of 256 in all their queries do not fit beside two stages: two consumers,
+    whose queries live in registers.
+    """
+    if dim1 + dim2 <= 256:
+        for consumers in (3, 2):
+            stages = 5 if dim1 + dim2 <= 128 else 3 if dim1 + dim2 <= 192 else 2
+            yield WarpgroupTile(consumers, 128, stages, False)
+    elif dim1 + dim2 <= 320:
         yield WarpgroupTile(2, 128, 2, True)
-    if causal:
+    elif is_packed:
         yield WarpgroupTile(2, 64, 3, True)
-    for stages in (3, 2):
-        yield WarpgroupTile(2, 80, stages, True)
-        yield WarpgroupTile(2, 80, stages, False)
+    else:
+        yield WarpgroupTile(2, 80, 2, True)
+    yield WarpgroupTile(2, 80, 2, False)
+    yield WarpgroupTile(2, 64, 2, False)
 
 
-def warpgroup_template(dtype: str, dim1: int, dim2: int, tile: WarpgroupTile) -> Template:
+def warpgroup_template(
+    dtype: str, dim1: int, dim2: int, tile: WarpgroupTile, is_packed: bool
+) -> Template:
     """Template arguments of ``forward_sm90``."""
     return (
         ("Element", ELEMENTS[dtype]),
@@ -465,6 +570,7 @@ def warpgroup_template(dtype: str, dim1: int, dim2: int, tile: WarpgroupTile) ->
         ("kBlockK", tile.block_k),
         ("kNumStages", tile.num_stages),
         ("kQueriesInRegisters", tile.queries_in_registers),
+        ("kIsPacked", is_packed),
     )
 
 
@@ -472,11 +578,11 @@ def warpgroup_template(dtype: str, dim1: int, dim2: int, tile: WarpgroupTile) ->
 FEW_QUERIES = 64
 
 
-def forward_tile(dim1: int, dim2: int, num_queries: int, device: DeviceFacts) -> ForwardTile:
+def forward_tile(dim1: int, dim2: int, num_rows: int, device: DeviceFacts) -> ForwardTile:
     """Choose the tile of a pair of buckets; see `forward_tiles`."""
-    tiles = forward_tiles(dim1, dim2, num_queries)
+    tiles = forward_tiles(dim1, dim2, num_rows)
     sizes = [tile.shared_memory(dim1, dim2) for tile in tiles]
-    if num_queries <= FEW_QUERIES:
+    if num_rows <= FEW_QUERIES:
         # Bound by memory: what counts is bytes under way, and the list is in that order.
         for tile, size in zip(tiles, sizes, strict=True):
             if size <= device.shared_memory_per_block:
@@ -484,23 +590,22 @@ def forward_tile(dim1: int, dim2: int, num_queries: int, device: DeviceFacts) ->
     return _best_that_fits("forward_sm80", (dim1, dim2), tiles, sizes, device)
 
 
-def forward_tiles(dim1: int, dim2: int, num_queries: int) -> tuple[ForwardTile, ...]:
-    """Tiles for a pair of buckets, the fastest first, as ``python -m bench tune`` measured them on
-    an H200.
+def forward_tiles(dim1: int, dim2: int, num_rows: int) -> tuple[ForwardTile, ...]:
+    """Tiles for a pair of buckets and so many rows, the fastest first.
 
-    Few queries take tiles whose warps share the keys, so that a block is bound by memory and not by
+    Few rows take tiles whose warps share the keys, so that a block is bound by memory and not by
     one warp's products. Many queries take 32 rows a warp, which halves the shared memory traffic of
     the keys; past head dimensions of 256 in all, 16 rows a warp with the queries in registers, so
     that two blocks still fit.
     """
     total = dim1 + dim2
-    if num_queries <= 16:
+    if num_rows <= 16:
         return (
             ForwardTile(1, 1, 4, 128, 32, 2, True),
             ForwardTile(1, 1, 4, 64, 16, 2, True),
             ForwardTile(1, 1, 2, 32, 16, 2, True),
         )
-    if num_queries <= FEW_QUERIES:
+    if num_rows <= FEW_QUERIES:
         return (ForwardTile(2, 2, 2, 64, 32, 2, False), ForwardTile(1, 4, 1, 32, 32, 2, True))
     if total <= 128:
         return (ForwardTile(2, 4, 1, 64, 64, 2, True),)
@@ -510,7 +615,7 @@ def forward_tiles(dim1: int, dim2: int, num_queries: int) -> tuple[ForwardTile, 
 
 
 def forward_template(
-    dtype: str, dim1: int, dim2: int, tile: ForwardTile, aligned: bool
+    dtype: str, dim1: int, dim2: int, tile: ForwardTile, aligned: bool, is_packed: bool
 ) -> Template:
     """Template arguments of ``forward_sm80``."""
     return (
@@ -525,6 +630,7 @@ def forward_template(
         ("kNumStages", tile.num_stages),
         ("kQueriesInRegisters", tile.queries_in_registers),
         ("kIsAligned", aligned),
+        ("kIsPacked", is_packed),
     )
 
 
@@ -928,10 +1034,10 @@ def tile_candidates(
     dims = bucket(problem.head_dim1), bucket(problem.head_dim2)
     limit = device.shared_memory_per_block
     if kernel == "forward_sm80":
-        few = dict.fromkeys(tile for n in QUERY_CLASSES for tile in forward_tiles(*dims, n))
+        few = dict.fromkeys(tile for n in ROW_CLASSES for tile in forward_tiles(*dims, n))
         return tuple(tile for tile in few if tile.shared_memory(*dims) <= limit)
     if kernel == "forward_sm90":
-        listed = warpgroup_tiles(*dims, problem.causal)
+        listed = warpgroup_tiles(*dims, heads_per_tile(problem, 2) > 1)
         wide = dict.fromkeys((*listed, *warpgroup_grid(*dims, limit)))
         return tuple(tile for tile in wide if tile.fits(*dims, limit))
     cuts = backward_tiles(kernel, *dims, side)
@@ -1007,7 +1113,7 @@ def backward_candidates(
 # What exists
 
 
-QUERY_CLASSES = (1, FEW_QUERIES, 4096)  # one length for each kind of forward tile
+ROW_CLASSES = (1, FEW_QUERIES, 4096)  # so many rows for each kind of tile of forward_sm80
 FORWARD_KERNELS = ("forward_sm80", "forward_sm90")
 BACKWARD_KERNELS = ("backward_fused_sm80", "backward_dq_sm80", "backward_dk_sm80")
 # Pairs of unequal head dims that the benchmarks name.
@@ -1042,7 +1148,7 @@ def _specialisations(
     arch: str, pairs: list[tuple[int, int]], without_dk: list[tuple[int, int]]
 ) -> tuple[Specialisation, ...]:
     device = device_facts(arch)
-    found: dict[Specialisation, None] = {("reduce_splits", ()): None}
+    found: dict[Specialisation, None] = {}
     for side in (1, 2):
         found["backward_prepare", (("kSide", side),)] = None
     for dtype, element in ELEMENTS.items():
@@ -1050,12 +1156,8 @@ def _specialisations(
             for dim in (dim1, dim2):
                 found["backward_finish", (("Element", element), ("kHeadDim", dim))] = None
             for aligned in (True, False):
-                for num_queries in QUERY_CLASSES:
-                    tile = forward_tile(dim1, dim2, num_queries, device)
-                    found["forward_sm80", forward_template(dtype, dim1, dim2, tile, aligned)] = None
-                for causal in (True, False) if arch == "sm_90a" else ():
-                    wide = warpgroup_tile(dim1, dim2, causal, device)
-                    found["forward_sm90", warpgroup_template(dtype, dim1, dim2, wide)] = None
+                for kernel, template, _ in forward_kernels(dtype, dim1, dim2, aligned, device):
+                    found[kernel, template] = None
                 for kernel in BACKWARD_KERNELS:
                     for side in (1, 2):
                         cut = backward_tile(kernel, dim1, dim2, side, device)
@@ -1066,6 +1168,25 @@ def _specialisations(
                             )
                             found[kernel, template] = None
     return tuple(found)
+
+
+def forward_kernels(
+    dtype: str, dim1: int, dim2: int, aligned: bool, device: DeviceFacts
+) -> Iterator[tuple[str, Template, int]]:
+    """Every kernel that the forward of a pair of buckets can take: its template arguments and its
+    bytes of shared memory."""
+    for num_rows, is_packed in itertools.product(ROW_CLASSES, (False, True)):
+        if not (is_packed and num_rows > FEW_QUERIES):  # only few queries are packed
+            tile = forward_tile(dim1, dim2, num_rows, device)
+            template = forward_template(dtype, dim1, dim2, tile, aligned, is_packed)
+            yield "forward_sm80", template, tile.shared_memory(dim1, dim2)
+    for is_packed in (False, True) if device.arch == "sm_90a" and aligned else ():
+        for wide in warpgroup_tiles(dim1, dim2, is_packed):
+            if _fits(wide, (dim1, dim2), device):
+                template = warpgroup_template(dtype, dim1, dim2, wide, is_packed)
+                yield "forward_sm90", template, wide.shared_memory(dim1, dim2)
+    for lanes in (2, 4, 8, 16, 32):
+        yield "reduce_splits", (("kLanesPerRow", lanes),), 0
 
 
 def bucket(head_dim: int) -> int:

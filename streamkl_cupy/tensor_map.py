@@ -32,6 +32,9 @@ class TensorMapError(RuntimeError):
 class Tensor:
     """All that a descriptor holds but the address, for boxes of ``box_rows`` rows by 64 columns.
 
+    Boxes of several heads hold the heads of a row next to each other: their coordinates are
+    (column, head, row, batch), those of others (column, row, head, batch).
+
     Parameters
     ----------
     shape
@@ -41,27 +44,39 @@ class Tensor:
         step, at whose only coordinate 0 every index finds its data.
     dtype
         ``"bfloat16"`` or ``"float16"``.
-    box_rows
-        At most 256.
+    box_rows, box_heads
+        Each at most 256.
     """
 
     __slots__ = ("arguments", "text")
 
     def __init__(
-        self, shape: tuple[int, int, int, int], strides: Strides, dtype: str, box_rows: int
+        self,
+        shape: tuple[int, int, int, int],
+        strides: Strides,
+        dtype: str,
+        box_rows: int,
+        box_heads: int = 1,
     ) -> None:
         batch, heads, rows, columns = shape
-        sizes = (columns, rows, heads if strides.head else 1, batch if strides.batch else 1)
+        axes = [
+            (rows, strides.row, box_rows),
+            (heads if strides.head else 1, strides.head, box_heads),
+        ]
+        if box_heads > 1:
+            axes.reverse()
+        axes.append((batch if strides.batch else 1, strides.batch, 1))
+        sizes = (columns, *(size for size, _, _ in axes))
         # An axis of one step is never stepped along, but the driver wants a stride for it.
-        steps = [2 * (stride or columns) for stride in (strides.row, strides.head, strides.batch)]
-        self.text = f"shape {shape}, {strides}, box {box_rows}"
+        steps = [2 * (stride or columns) for _, stride, _ in axes]
+        self.text = f"shape {shape}, {strides}, box {box_rows} x {box_heads}"
         # Before and after the address; made once, for that takes longer than the call.
         self.arguments = (
             (_DATA_TYPES[dtype], 4),
             (
                 (ctypes.c_uint64 * 4)(*sizes),
                 (ctypes.c_uint64 * 3)(*(-(-step // 16) * 16 for step in steps)),
-                (ctypes.c_uint32 * 4)(PANEL_COLUMNS, box_rows, 1, 1),
+                (ctypes.c_uint32 * 4)(PANEL_COLUMNS, *(box for _, _, box in axes)),
                 (ctypes.c_uint32 * 4)(1, 1, 1, 1),
                 _INTERLEAVE_NONE,
                 _SWIZZLE_128B,

@@ -129,7 +129,8 @@ void visit_tile(Visits& visits, const Block& block, int first_query, int split_i
     const KeyRange& range = visits.range;
     const int rows_per_warp = 16 * block.row_tiles,
               keys_per_warp = Traits::kBlockK / block.num_warps_k;
-    const TileRange tiles = tiles_of_split<Traits>(range, first_query, split_idx, num_splits);
+    const TileRange tiles =
+        tiles_of_split<Traits::kBlockK>(range, first_query, Traits::kBlockQ, split_idx, num_splits);
     for (int warp = 0; warp < block.num_warps_q * block.num_warps_k; ++warp) {
         const int first_row = first_query + warp % block.num_warps_q * rows_per_warp;
         const int warp_k = warp / block.num_warps_q;
@@ -160,8 +161,8 @@ int visit_queries(const KeyRange& range, const Block& block, int num_splits, int
     for (int first_query = 0; first_query < range.num_queries; first_query += Traits::kBlockQ) {
         int expected_begin = -1;
         for (int split_idx = 0; split_idx < num_splits; ++split_idx) {
-            const TileRange tiles =
-                tiles_of_split<Traits>(range, first_query, split_idx, num_splits);
+            const TileRange tiles = tiles_of_split<Traits::kBlockK>(
+                range, first_query, Traits::kBlockQ, split_idx, num_splits);
             // Splits follow on each other, the first ones one tile longer at most.
             if (split_idx > 0 && tiles.begin != expected_begin) ++visits.num_wrong;
             expected_begin = tiles.end;
@@ -236,6 +237,42 @@ extern "C" int count_forward(const KeyRange* range, int block_q, int block_k, in
                        : block_q == 128 && block_k == 128 ? visit_queries<Tiles<128, 128>>
                                                           : nullptr;
     return visit == nullptr ? -1 : visit(*range, block, num_splits, counts);
+}
+
+// Counts how often each row of the forward [batches][heads][queries] belongs to a row of a tile;
+// returns how often a row of a tile is of a head or a query that does not exist.
+extern "C" int count_rows(int num_batches, int num_heads, int num_queries, int heads_per_tile,
+                          int block_q, int num_splits, int* counts) {
+    ForwardParams params{};
+    params.num_heads = num_heads;
+    params.num_splits = num_splits;
+    params.heads_per_tile = heads_per_tile;
+    params.queries_per_tile = block_q / heads_per_tile;
+    params.num_query_tiles = ceil_div(num_queries, params.queries_per_tile);
+    int num_wrong = 0;
+    const int num_blocks =
+        num_batches * (num_heads / heads_per_tile) * params.num_query_tiles * num_splits;
+    const auto count = [&](const ForwardBlock& block, const auto& rows, int row) {
+        if (!rows.exists(row, num_queries)) return;
+        const int head = rows.head(row), query = rows.query(row);
+        if (block.batch_idx < num_batches && head < num_heads && query < num_queries) {
+            ++counts[((block.batch_idx * num_heads) + head) * num_queries + query];
+        } else {
+            ++num_wrong;
+        }
+    };
+    for (int block_idx = 0; block_idx < num_blocks; ++block_idx) {
+        const ForwardBlock block = forward_block(params, block_idx);
+        for (int first_row = 0; first_row < block_q; first_row += 16) {
+            for (int row = 0; row < 16; ++row) {
+                if (heads_per_tile > 1)
+                    count(block, TileRows<true>(params, block, first_row), row);
+                else
+                    count(block, TileRows<false>(params, block, first_row), row);
+            }
+        }
+    }
+    return num_wrong;
 }
 
 // The same for the key-stationary kernels; counts [batches][heads][queries][keys]. Also counts

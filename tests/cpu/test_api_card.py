@@ -561,7 +561,7 @@ class TestWarmup:
         assert {kernel for kernel, _, _ in self.built} == {"forward_sm80", "reduce_splits"}
         assert {arch for _, _, arch in self.built} == {"sm_80"}
         assert all("guarded" not in name for name in names)
-        assert len(set(names)) == len(names) >= len(plan.QUERY_CLASSES)
+        assert len(set(names)) == len(names) >= len(plan.ROW_CLASSES)
 
     def test_on_a_card_it_loads(self, card: Card) -> None:
         skl.warmup(128, 128, device=DEVICE)

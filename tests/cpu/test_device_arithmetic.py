@@ -674,6 +674,26 @@ def test_query_stationary_blocks_visit_each_pair_once(
     np.testing.assert_array_equal(counts, allowed(num_queries, num_keys, causal))
 
 
+@many(max_examples=100)
+@given(
+    num_queries=LONGER,
+    heads=st.sampled_from(((1, 1), (6, 2), (6, 3), (21, 7), (80, 40), (5, 1))),
+    block_q=st.sampled_from((64, 128, 192)),
+    num_splits=st.integers(1, 4),
+)
+@example(num_queries=64, heads=(14, 7), block_q=64, num_splits=1)
+def test_each_row_of_the_forward_belongs_to_one_row_of_a_tile(
+    library: ctypes.CDLL, num_queries: int, heads: tuple[int, int], block_q: int, num_splits: int
+) -> None:
+    num_batches, (num_heads, heads_per_tile) = 2, heads
+    counts = np.zeros((num_batches, num_heads, num_queries), np.int32)
+    num_wrong = library.count_rows(
+        num_batches, num_heads, num_queries, heads_per_tile, block_q, num_splits, pointer(counts)
+    )
+    assert num_wrong == 0
+    np.testing.assert_array_equal(counts, num_splits)
+
+
 @many(max_examples=60)
 @given(
     num_queries=LONGER,

@@ -218,6 +218,8 @@ def test_forward_packs_each_value_in_its_field(driver: Driver) -> None:
         "partials": WORKSPACE,
         "num_query_tiles": chosen.num_query_tiles,
         "num_splits": 5,
+        "heads_per_tile": 1,
+        "queries_per_tile": chosen.tile.stationary_rows,
         "masked_logit1": pytest.approx(launch.MASKED_LOGIT / (0.11 * launch.LOG2_E), rel=1e-7),
         "masked_logit2": pytest.approx(launch.MASKED_LOGIT / (-0.23 * launch.LOG2_E), rel=1e-7),
         "num_rows": 2 * 12 * 700,
@@ -328,7 +330,7 @@ def constant(file: str, name: str) -> str:
 
 
 def test_constants_are_the_same_on_both_sides() -> None:
-    assert int(constant("reduce_splits.cu", "kRowsPerBlock")) == plan.REDUCE_ROWS_PER_BLOCK
+    assert int(constant("reduce_splits.cu", "kNumThreads")) == plan.REDUCE_THREADS
     assert int(constant("backward_prepare.cu", "kPrepareThreads")) == plan.PREPARE_THREADS
     assert int(constant("backward_finish.cu", "kFinishThreads")) == plan.FINISH_THREADS
     masked = float(constant("kl_state.cuh", "kMaskedLogit").rstrip("f"))

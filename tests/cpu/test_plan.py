@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import functools
 import itertools
+import math
 import re
 import threading
 from collections.abc import Sequence
@@ -136,8 +137,13 @@ def test_forward(problem: Problem, card: DeviceFacts) -> None:
     assert cut["kHeadDim1"] == plan.bucket(problem.head_dim1)
     assert cut["kHeadDim2"] == plan.bucket(problem.head_dim2)
     assert main.block == 32 * cut["kNumWarpsQ"] * cut["kNumWarpsK"]
-    assert chosen.num_query_tiles == ceil_div(problem.num_queries, stationary_rows(main))
-    assert main.grid == problem.batch * problem.num_heads * chosen.num_query_tiles * splits
+    heads = chosen.heads_per_tile
+    assert cut["kIsPacked"] == (heads > 1)
+    assert problem.group1 % heads == problem.group2 % heads == 0
+    assert chosen.queries_per_tile == stationary_rows(main) // heads > 0
+    assert chosen.num_query_tiles == ceil_div(problem.num_queries, chosen.queries_per_tile)
+    packs = problem.batch * problem.num_heads // heads
+    assert main.grid == packs * chosen.num_query_tiles * splits
     # Every split has keys.
     assert 1 <= splits <= max(1, ceil_div(problem.num_keys, cut["kBlockK"]))
     if splits == 1:
@@ -145,8 +151,11 @@ def test_forward(problem: Problem, card: DeviceFacts) -> None:
         assert chosen.workspace_bytes == 0
     else:
         (reduce,) = rest
-        assert (reduce.kernel, reduce.template, reduce.block) == ("reduce_splits", (), 128)
-        assert reduce.grid == ceil_div(problem.num_rows, 4)
+        lanes = arguments(reduce)["kLanesPerRow"]
+        assert min(splits, 32) <= lanes <= 32
+        assert lanes < 2 * splits
+        assert (reduce.kernel, reduce.block) == ("reduce_splits", 128)
+        assert reduce.grid == ceil_div(problem.num_rows * lanes, 128)
         assert chosen.workspace_bytes == 5 * 4 * splits * problem.num_rows
     # What the kernel takes for granted of its tile.
     assert cut["kNumStages"] >= 2
@@ -158,12 +167,14 @@ def test_forward(problem: Problem, card: DeviceFacts) -> None:
 def test_forward_name(problem: Problem, card: DeviceFacts) -> None:
     chosen = plan.forward(problem, card)
     name = re.fullmatch(
-        r"forward_sm80_(bf16|fp16)_d(\d+)x(\d+)_q(\d+)_k(\d+)_s(\d)(_guarded)?(?:_split(\d+))?",
+        r"forward_sm80_(bf16|fp16)_d(\d+)x(\d+)_q(\d+)_k(\d+)_s(\d)(_guarded)?"
+        r"(?:_pack(\d+))?(?:_split(\d+))?",
         chosen.name,
     )
     assert name is not None, chosen.name
     assert name[7] == (None if problem.aligned else "_guarded")
-    assert int(name[8] or 1) == chosen.num_splits
+    assert int(name[8] or 1) == chosen.heads_per_tile
+    assert int(name[9] or 1) == chosen.num_splits
     if chosen.kernels:
         main = chosen.kernels[0]
         cut = arguments(main)
@@ -676,7 +687,8 @@ def layout_source(kernels: Sequence[KernelPlan]) -> str:
         rendered = jit.render(kernel.kernel, kernel.template)
         stages = range(arguments(kernel)["kNumStages"])
         if kernel.kernel == "forward_sm80":
-            rendered = rendered.replace("forward_sm80", "ForwardTraits")
+            # What is packed has no part in the layout.
+            rendered = rendered.replace("forward_sm80", "ForwardTraits").rsplit(",", 1)[0] + ">"
             values = ["T::kSmemBytes", "T::kQ1Bytes"]
             for stage_idx in stages:
                 base = f"T::kRingOffset + {stage_idx} * T::kStageBytes"
@@ -750,20 +762,83 @@ def test_shared_memory_is_what_the_kernels_use(tmp_path: Path) -> None:
 HOPPER = plan.device_facts("sm_90a")
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("is_packed", [False, True], ids=["heads-apart", "packed"])
 @pytest.mark.parametrize("dim2", plan.BUCKETS)
 @pytest.mark.parametrize("dim1", plan.BUCKETS)
-def test_every_pair_of_head_dims_has_a_warpgroup_tile(dim1: int, dim2: int, causal: bool) -> None:
-    tile = plan.warpgroup_tile(dim1, dim2, causal, HOPPER)
+def test_every_pair_of_head_dims_has_a_warpgroup_tile(
+    dim1: int, dim2: int, is_packed: bool
+) -> None:
+    few = {"num_queries": 40, "num_heads": 8, "num_key_heads1": 2, "num_key_heads2": 2}
+    problem = hopper_problem(head_dim1=dim1, head_dim2=dim2, **(few if is_packed else {}))
+    tile, _ = plan.warpgroup_tile(problem, HOPPER)
     assert tile.shared_memory(dim1, dim2) <= HOPPER.shared_memory_per_block
     assert tile.block_k % 8 == 0, "panels of eight rows"
     assert 64 <= max(tile.stationary_rows, tile.block_k) <= 256, "a box of the copy engine"
+    chosen = plan.forward(problem, HOPPER, force="forward_sm90")
+    assert chosen.heads_per_tile == (4 if is_packed else 1)
+    (kernel, *_) = chosen.kernels
+    assert (kernel.kernel, kernel.template) in specialisations("sm_90a")
 
 
 def hopper_problem(**changes: Any) -> Problem:
-    rows = dict.fromkeys(("q1", "k1", "q2", "k2"), Strides(0, 0, 64))
+    rows = dict.fromkeys(("q1", "k1", "q2", "k2"), Strides(8192, 4096, 64))
     problem = make(num_queries=1024, num_keys=1024)
     return dataclasses.replace(problem, **(rows | changes))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("num_queries", [100, 1000, 5000, 20_000])
+@pytest.mark.parametrize("num_keys", [1000, 70_000])
+def test_hopper_takes_the_tile_and_the_splits_of_the_least_time(
+    num_queries: int, num_keys: int, causal: bool
+) -> None:
+    problem = hopper_problem(num_queries=num_queries, num_keys=num_keys, causal=causal)
+    chosen = plan.forward(problem, HOPPER)
+    assert isinstance(chosen.tile, plan.WarpgroupTile)
+    least = plan.warpgroup_time(problem, HOPPER, chosen.tile, chosen.num_splits)
+    for tile in plan.warpgroup_tiles(128, 128, False):
+        for splits in range(1, plan.max_splits(problem, tile) + 1):
+            blocks = plan.num_blocks(problem, tile, 1) * splits
+            if blocks <= 4 * HOPPER.num_sms and tile.fits(128, 128, HOPPER.shared_memory_per_block):
+                assert least <= plan.warpgroup_time(problem, HOPPER, tile, splits)
+
+
+def test_time_of_the_forward_falls_with_less_work() -> None:
+    tile = plan.WarpgroupTile(3, 128, 2, False)
+    full, causal = (
+        hopper_problem(num_queries=8192, num_keys=8192),
+        hopper_problem(num_queries=8192, num_keys=8192, causal=True),
+    )
+    time = plan.warpgroup_time(full, HOPPER, tile, 1)
+    assert 0.45 * time < plan.warpgroup_time(causal, HOPPER, tile, 1) < 0.6 * time
+    # A causal mask over few of the keys makes no difference.
+    few = {"num_queries": 192, "num_keys": 70_000}
+    full, causal = hopper_problem(**few), hopper_problem(**few, causal=True)
+    time = plan.warpgroup_time(full, HOPPER, tile, 16)
+    assert 0.99 * time < plan.warpgroup_time(causal, HOPPER, tile, 16) <= time
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("num_queries", [1, 2, 5, 16, 33, 64, 65])
+@pytest.mark.parametrize(("heads1", "heads2"), [(8, 8), (1, 1), (2, 4), (8, 1), (64, 1)])
+def test_heads_that_share_their_keys_are_packed(
+    heads1: int, heads2: int, num_queries: int, arch: str
+) -> None:
+    problem = hopper_problem(
+        num_heads=64, num_key_heads1=heads1, num_key_heads2=heads2, num_queries=num_queries
+    )
+    chosen = plan.forward(problem, plan.device_facts(arch))
+    shared = math.gcd(64 // heads1, 64 // heads2)
+    if num_queries > plan.FEW_QUERIES or shared == 1:
+        assert chosen.heads_per_tile == 1
+    elif arch == "sm_90a" or num_queries * shared <= plan.FEW_QUERIES:
+        assert chosen.heads_per_tile == min(shared, chosen.tile.stationary_rows)
+    else:
+        # What no longer fits into a tile of few rows stays apart, for the keys of a pack are read
+        # once only if it is one tile.
+        assert chosen.heads_per_tile * num_queries <= plan.FEW_QUERIES
+    expanded = dataclasses.replace(problem, q1=Strides(4096, 0, 64))
+    assert plan.forward(expanded, plan.device_facts(arch)).heads_per_tile == 1
 
 
 def test_hopper_takes_its_own_kernel_where_queries_fill_a_tile() -> None:
