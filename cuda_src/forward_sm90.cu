@@ -57,7 +57,7 @@ struct ForwardTraits {
 template <class Element, int kHeadDim1, int kHeadDim2, int kNumConsumers, int kBlockK,
           int kNumStages, bool kQueriesInRegisters>
 __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
-    forward_sm90(const __grid_constant__ ForwardMaps maps,
+    forward_sm90(const __grid_constant__ InputMaps maps,
                  const __grid_constant__ ForwardParams params) {
     using Traits = ForwardTraits<kHeadDim1, kHeadDim2, kNumConsumers, kBlockK, kNumStages,
                                  kQueriesInRegisters>;
@@ -88,29 +88,27 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
         give_registers<Traits::kProducerRegisters>();
         if (warp_id() != 0) return;
         const int lane = lane_id();
-        // An axis along which a tensor is expanded has a single step in its map.
-        const auto step = [](int64 stride, int idx) { return stride == 0 ? 0 : idx; };
         // 1. The queries.
         if (lane == 0) {
             if constexpr (kQueriesInRegisters) {
                 ring.producer_expect(Traits::kQ1Bytes);
                 Tile1::template load<Traits::kBlockQ>(
-                    sRing, maps.q1, first_query, step(params.q1.head_stride, head_idx),
-                    step(params.q1.batch_stride, batch_idx), ring.full());
+                    sRing, maps.q1, first_query, map_index(params.q1.head_stride, head_idx),
+                    map_index(params.q1.batch_stride, batch_idx), ring.full());
                 ring.advance();
                 ring.producer_expect(Traits::kQ2Bytes);
                 Tile2::template load<Traits::kBlockQ>(
                     sRing + Traits::kStageBytes, maps.q2, first_query,
-                    step(params.q2.head_stride, head_idx), step(params.q2.batch_stride, batch_idx),
-                    ring.full());
+                    map_index(params.q2.head_stride, head_idx),
+                    map_index(params.q2.batch_stride, batch_idx), ring.full());
             } else {
                 mbarrier_arrive_expect_bytes(query_barrier, Traits::kQ1Bytes + Traits::kQ2Bytes);
                 Tile1::template load<Traits::kBlockQ>(
-                    sQ1, maps.q1, first_query, step(params.q1.head_stride, head_idx),
-                    step(params.q1.batch_stride, batch_idx), query_barrier);
+                    sQ1, maps.q1, first_query, map_index(params.q1.head_stride, head_idx),
+                    map_index(params.q1.batch_stride, batch_idx), query_barrier);
                 Tile2::template load<Traits::kBlockQ>(
-                    sQ2, maps.q2, first_query, step(params.q2.head_stride, head_idx),
-                    step(params.q2.batch_stride, batch_idx), query_barrier);
+                    sQ2, maps.q2, first_query, map_index(params.q2.head_stride, head_idx),
+                    map_index(params.q2.batch_stride, batch_idx), query_barrier);
             }
         }
         if constexpr (kQueriesInRegisters) {
@@ -119,10 +117,10 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
         }
         // 2. The keys. The whole warp walks the loop, so that the operands of the copies stay in
         // uniform registers.
-        const int key_head1 = step(params.k1.head_stride, head_idx / params.group1);
-        const int key_head2 = step(params.k2.head_stride, head_idx / params.group2);
-        const int batch1 = step(params.k1.batch_stride, batch_idx),
-                  batch2 = step(params.k2.batch_stride, batch_idx);
+        const int key_head1 = map_index(params.k1.head_stride, head_idx / params.group1);
+        const int key_head2 = map_index(params.k2.head_stride, head_idx / params.group2);
+        const int batch1 = map_index(params.k1.batch_stride, batch_idx),
+                  batch2 = map_index(params.k2.batch_stride, batch_idx);
         SKL_NO_UNROLL
         for (int tile = tiles.begin; tile < tiles.end; ++tile) {
             ring.producer_acquire();

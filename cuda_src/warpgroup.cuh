@@ -7,7 +7,7 @@
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 
-struct ForwardMaps {
+struct InputMaps {
     TensorMap q1, k1, q2, k2;
 };
 
@@ -31,9 +31,14 @@ struct PanelTile {
     }
 };
 
-// Where a product finds 64 columns wide rows of 128 bytes, swizzled, eight rows to 1024 bytes.
-SKL_DEVICE uint64 panel_descriptor(uint32 address) {
-    return static_cast<uint64>((address & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+// An axis along which a tensor is expanded has a single step in its map.
+SKL_DEVICE int map_index(int64 stride, int idx) { return stride == 0 ? 0 : idx; }
+
+// Where a product finds 64 columns wide rows of 128 bytes, swizzled, eight rows to 1024 bytes. A
+// transposed operand of more than 64 columns goes on in the panel panel_bytes further.
+SKL_DEVICE uint64 panel_descriptor(uint32 address, int panel_bytes = 16) {
+    return static_cast<uint64>((address & 0x3ffff) >> 4) |
+           static_cast<uint64>(panel_bytes >> 4) << 16 | 64ull << 32 | 1ull << 62;
 }
 
 // Step k of 16 columns within the panels of a tile, in descriptor units of 16 bytes.
