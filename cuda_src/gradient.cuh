@@ -156,14 +156,16 @@ SKL_DEVICE bool mask_transposed(float (&ds)[kLines][kElements],
                                 int first_key, int first_query) {
     bool leaks = false;
     SKL_UNROLL
-    for (int e = 0; e < kElements; ++e) {
-        const int query = first_query + col_of_element(e);
-        const Interval keys = {range.begin(query),
-                               query < range.num_queries ? range.end(query) : 0};
+    for (int line = 0; line < kLines; ++line) {
+        // The queries that see a key are an interval, too.
+        const int key = first_key + row_of_line(line);
+        const Interval queries = key < range.num_keys ? range.queries_of(key, key) : Interval{0, 0};
+        const int first_col = first_query + col_of_element(0);  // of this thread
+        const int begin = queries.begin - first_col, end = queries.end - first_col;
         SKL_UNROLL
-        for (int line = 0; line < kLines; ++line) {
-            const int key = first_key + row_of_line(line);
-            const bool is_visible = key >= keys.begin && key < keys.end;
+        for (int e = 0; e < kElements; ++e) {
+            const int col = (e >> 1) * 8 + (e & 1);
+            const bool is_visible = col >= begin && col < end;
             leaks |= !is_visible && !is_finite(trained[line][e]);
             ds[line][e] = is_visible ? ds[line][e] : 0.f;
         }

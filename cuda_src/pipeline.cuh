@@ -43,7 +43,8 @@ struct Ring {
         if (lane == 0) mbarrier_arrive(full());
     }
     SKL_DEVICE void consumer_wait() const { mbarrier_wait(full(), phase); }
-    SKL_DEVICE void consumer_release(int lane) const {
-        if (lane == 0) mbarrier_arrive(empty());
+    SKL_DEVICE void consumer_release(int lane) const { release(stage, lane); }
+    SKL_DEVICE void release(int which_stage, int lane) const {
+        if (lane == 0) mbarrier_arrive(barriers + 8 * (kNumStages + which_stage));
     }
 };

@@ -298,6 +298,7 @@ def attention_kl_backward(
         planned = _plan_backward(
             problem,
             first.index,
+            env.force(),
             plan.current_override(),
             wrt,
             strategy,
@@ -403,7 +404,7 @@ def warmup(
     for problem in _warmup_problems(head_dim1, head_dim2, dtype, unaligned):
         plans.append(plan.forward(problem, facts, force=env.force()))
         for strategy in STRATEGIES if backward else ():
-            plans.append(plan.backward(problem, facts, wrt, strategy=strategy))
+            plans.append(plan.backward(problem, facts, wrt, strategy=strategy, force=env.force()))
     kernels: dict[tuple[str, jit.Template], int] = {}
     for item in (kernel for ready in plans for kernel in ready.kernels):
         name = (item.kernel, item.template)
@@ -490,6 +491,7 @@ def _plan_forward(
 def _plan_backward(
     problem: Problem,
     device_index: int,
+    force: str | None,
     override: object,
     wrt: tuple[str, ...],
     strategy: str,
@@ -500,7 +502,9 @@ def _plan_backward(
     check_gpu(problem)
     facts = launch.device_facts(device_index)
     asked = tuple(name for name in INPUTS if name in wrt)  # the order makes no difference
-    chosen = plan.backward(problem, facts, asked, strategy=strategy, deterministic=deterministic)
+    chosen = plan.backward(
+        problem, facts, asked, strategy=strategy, deterministic=deterministic, force=force
+    )
 
     def start(pointers: dict[str, int], workspace: int, stream: int) -> None:
         launch.backward(chosen, problem, dkl, pointers, workspace, stream, device_index)

@@ -140,8 +140,8 @@ def forward(
         problem.num_rows,
     )
     for kernel in plan.kernels:
-        maps = (_maps(problem, pointers, plan),) if kernel.kernel == "forward_sm90" else ()
-        _launch(kernel, plan.arch, (*maps, params), stream, device_index)
+        structs = (*_maps(problem, pointers, kernel), params)
+        _launch(kernel, plan.arch, structs, stream, device_index)
 
 
 def backward(
@@ -199,28 +199,20 @@ def backward(
         backward_params = functools.partial(
             _backward_params, problem, dkl, pointers, workspace, max_dkl, side
         )
-        if side.fused is not None and side.finish is not None:
+        if side.fused is not None:
             cupy.cuda.runtime.memsetAsync(scratch, 0, side.scratch_bytes, stream)
-            _launch(
-                side.fused,
-                plan.arch,
-                (backward_params(scratch, side.key_blocks),),
-                stream,
-                device_index,
-            )
-            _launch(
-                side.finish,
-                plan.arch,
-                (_finish_params(problem, pointers, scratch, side),),
-                stream,
-                device_index,
-            )
-        if side.dq is not None:
-            _launch(side.dq, plan.arch, (backward_params(0, side.dq_blocks),), stream, device_index)
-        if side.dk is not None:
-            _launch(
-                side.dk, plan.arch, (backward_params(0, side.key_blocks),), stream, device_index
-            )
+        for kernel, num_blocks in (
+            (side.fused, side.key_blocks),
+            (side.dq, side.dq_blocks),
+            (side.dk, side.key_blocks),
+        ):
+            if kernel is not None:
+                params = backward_params(scratch if kernel is side.fused else 0, num_blocks)
+                structs = (*_maps(problem, pointers, kernel), params)
+                _launch(kernel, plan.arch, structs, stream, device_index)
+        if side.finish is not None:
+            params = _finish_params(problem, pointers, scratch, side)
+            _launch(side.finish, plan.arch, (params,), stream, device_index)
 
 
 def _backward_params(
@@ -274,20 +266,23 @@ def _finish_params(
     )
 
 
-def _maps(problem: Problem, pointers: Mapping[str, int], plan: ForwardPlan) -> bytes:
-    """The tensor maps of q1 k1 q2 k2, whose boxes are the tiles of the plan."""
+def _maps(problem: Problem, pointers: Mapping[str, int], kernel: KernelPlan) -> tuple[bytes, ...]:
+    """The tensor maps of q1 k1 q2 k2 in one struct, for a kernel that uses them."""
+    if kernel.boxes is None:
+        return ()
+    box_q, box_k = kernel.boxes
     queries = problem.batch, problem.num_heads, problem.num_queries
     keys1 = problem.batch, problem.num_key_heads1, problem.num_keys
     keys2 = problem.batch, problem.num_key_heads2, problem.num_keys
-    block_q, block_k = plan.tile.stationary_rows, plan.tile.block_k
     encode, dtype = tensor_map.encode, problem.dtype
     dim1, dim2 = problem.head_dim1, problem.head_dim2
-    return (
-        encode(pointers["q1"], (*queries, dim1), problem.q1, dtype, block_q)
-        + encode(pointers["k1"], (*keys1, dim1), problem.k1, dtype, block_k)
-        + encode(pointers["q2"], (*queries, dim2), problem.q2, dtype, block_q)
-        + encode(pointers["k2"], (*keys2, dim2), problem.k2, dtype, block_k)
+    maps = (
+        encode(pointers["q1"], (*queries, dim1), problem.q1, dtype, box_q),
+        encode(pointers["k1"], (*keys1, dim1), problem.k1, dtype, box_k),
+        encode(pointers["q2"], (*queries, dim2), problem.q2, dtype, box_q),
+        encode(pointers["k2"], (*keys2, dim2), problem.k2, dtype, box_k),
     )
+    return (b"".join(maps),)
 
 
 def _launch(
