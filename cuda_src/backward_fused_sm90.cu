@@ -218,55 +218,53 @@ SKL_DEVICE void store_sums(uint32 address, float a, float b, float c, float d, f
     store_shared_128(address, bits);
 }
 
-// dQ = dS K_t, of a panel of K_t.
+// Warps of consumers that met too large a gradient have lowered their factors; dQ sums over all
+// keys, so the others' rows of dS^T follow. Returns the factor of all.
 template <class Traits>
-SKL_DEVICE void multiply_dq(float (&dq)[2][Traits::kSumCols / 4], uint32 sGradient, uint32 sPanel,
-                            const float* factors) {
-    using Product = Wgmma<typename Traits::Element, Traits::kSumCols, 1, 1>;
-    constexpr int kSteps = Traits::kBlockK / 16;
-    const uint64 a = panel_descriptor(sGradient), b = panel_descriptor(sPanel);
-    bool is_one_factor = true;
-    if constexpr (Traits::kHasFactors) {
-        SKL_UNROLL
-        for (int k = 1; k < kSteps; ++k) is_one_factor &= factors[k] == factors[k - 1];
+SKL_DEVICE float equalize_factors(unsigned char* gradients, const float* factors) {
+    float lowest = factors[0], highest = factors[0];
+    SKL_UNROLL
+    for (int i = 1; i < Traits::kNumWarps; ++i) {
+        lowest = fminf(lowest, factors[i]);
+        highest = fmaxf(highest, factors[i]);
     }
-    wgmma_fence();
-    Product::start(dq, a, b);
-    if (is_one_factor) {
-        SKL_UNROLL
-        for (int k = 1; k < kSteps; ++k) Product::add(dq, a + k * 128, b + k * 128);
-        wgmma_commit();
-        wgmma_wait<0>();
-        pin_all(dq);
-    } else {
-        // Consumers that met too large a gradient have lowered their factors: the sum follows, and
-        // ends in units of the last one.
-        wgmma_commit();
-        wgmma_wait<0>();
-        pin_all(dq);
+    if (lowest == highest) return lowest;
+    SKL_NO_UNROLL
+    for (int row = threadIdx.x % 128; row < Traits::kBlockK; row += 128) {
+        const float scale = lowest / factors[row / 16];
+        const uint32 scales = pack<fp16>(scale, scale);
         SKL_NO_UNROLL
-        for (int k = 1; k < kSteps; ++k) {
-            multiply(dq, factors[k] / factors[k - 1]);
-            wgmma_fence();
-            Product::add(dq, a + k * 128, b + k * 128);
-            wgmma_commit();
-            wgmma_wait<0>();
-            pin_all(dq);
+        for (int i = 0; i < Traits::kBlockQ / 2; ++i) {
+            auto* pair = reinterpret_cast<uint32*>(gradients + row * 128 + (i ^ (row & 31)) * 4);
+            *pair = multiply_fp16x2(*pair, scales);
         }
     }
+    fence_async_shared();
+    named_barrier_sync<128>(Traits::kSumBarrier);
+    return lowest;
+}
+
+// dQ = dS K_t, of a panel of K_t.
+template <class Traits>
+SKL_DEVICE void multiply_dq(float (&dq)[2][Traits::kSumCols / 4], uint32 sGradient, uint32 sPanel) {
+    using Product = Wgmma<typename Traits::Element, Traits::kSumCols, 1, 1>;
+    const uint64 a = panel_descriptor(sGradient), b = panel_descriptor(sPanel);
+    wgmma_fence();
+    Product::start(dq, a, b);
+    SKL_UNROLL
+    for (int k = 1; k < Traits::kBlockK / 16; ++k) Product::add(dq, a + k * 128, b + k * 128);
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin_all(dq);
 }
 
 // Columns [col, col + 32), warp by warp: where elements of K_t are broken.
 template <class Traits>
-SKL_DEVICE void multiply_dq_scrubbed(float (&dq)[2][8], uint32 sGradient, uint32 sK, int col,
-                                     const float* factors) {
+SKL_DEVICE void multiply_dq_scrubbed(float (&dq)[2][8], uint32 sGradient, uint32 sK, int col) {
     const int lane = lane_id(), chunk = 2 * (warp_id() % 4) + ((lane >> 3) & 1);
     clear(dq);
     SKL_NO_UNROLL
     for (int k = 0; k < Traits::kBlockK / 16; ++k) {
-        if constexpr (Traits::kHasFactors) {
-            if (k > 0) multiply(dq, factors[k] / factors[k - 1]);
-        }
         uint32 a[4];
         const int row = 16 * k + (lane & 7) + (lane >> 4) * 8;
         ldmatrix_x4_trans(a, panel_address(sGradient, Traits::kBlockK, row, 0, chunk));
@@ -296,24 +294,26 @@ SKL_DEVICE void sum_tiles(const BackwardParams& params, const typename Traits::W
         gradients.consumer_wait();
         const int gradient_offset =
             Traits::kGradientOffset + gradients.stage * Traits::kGradientBytes;
-        const float* factors = reinterpret_cast<const float*>(smem + Traits::kFactorOffset) +
-                               gradients.stage * Traits::kNumWarps;
+        if constexpr (Traits::kHasFactors) {
+            const auto* factors = reinterpret_cast<const float*>(smem + Traits::kFactorOffset);
+            unscale = 1.f / equalize_factors<Traits>(smem + gradient_offset,
+                                                     factors + gradients.stage * Traits::kNumWarps);
+        }
         if constexpr (kIsBroken) {
             mark_broken_keys<Traits>(smem + gradient_offset, broken, params.range, walk.first_key,
                                      first_query);
             named_barrier_sync<128>(Traits::kSumBarrier);
         }
-        if constexpr (Traits::kHasFactors) unscale = 1.f / factors[Traits::kNumWarps - 1];
         const int row_tile = first_query / 16 + warp;
         SKL_NO_UNROLL
         for (int col = 0; col < Traits::kHeadDim; col += kCols) {
             float dq[2][kCols / 4];
             const uint32 sK = base + Traits::kKeysOffset;
             if constexpr (kIsBroken) {
-                multiply_dq_scrubbed<Traits>(dq, base + gradient_offset, sK, col, factors);
+                multiply_dq_scrubbed<Traits>(dq, base + gradient_offset, sK, col);
             } else {
                 multiply_dq<Traits>(dq, base + gradient_offset,
-                                    sK + col / 64 * (Traits::kBlockK * 128), factors);
+                                    sK + col / 64 * (Traits::kBlockK * 128));
             }
             if (col + kCols >= Traits::kHeadDim) {
                 __syncwarp();

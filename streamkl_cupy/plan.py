@@ -711,22 +711,23 @@ def _side(
         job: str, num_rows: int, num_heads: int, has_dk: bool = True
     ) -> tuple[KernelPlan | None, int]:
         name = backward_kernel(job, problem, device, side, force, choice)
-        tile: BackwardTile | BackwardWarpgroupTile
+        tile = choice.backward_tile
         boxes = None
         if name.endswith("sm90"):
-            wide = choice.backward_tile or backward_warpgroup_tile(name, dim1, dim2, side, device)
-            assert isinstance(wide, BackwardWarpgroupTile)
+            if not isinstance(tile, BackwardWarpgroupTile):
+                tile = backward_warpgroup_tile(name, dim1, dim2, side, device)
+            assert tile is not None
             template = backward_warpgroup_template(
-                name, problem.dtype, side, dim1, dim2, wide, has_dk
+                name, problem.dtype, side, dim1, dim2, tile, has_dk
             )
-            tile, boxes, smem = wide, wide.boxes, wide.shared_memory(dim1, dim2)
+            boxes, smem = tile.boxes, tile.shared_memory(dim1, dim2)
         else:
-            narrow = choice.backward_tile or backward_tile(name, dim1, dim2, side, device)
-            assert isinstance(narrow, BackwardTile)
+            if not isinstance(tile, BackwardTile):
+                tile = backward_tile(name, dim1, dim2, side, device)
             template = backward_template(
-                name, problem.dtype, side, dim1, dim2, narrow, problem.aligned, has_dk
+                name, problem.dtype, side, dim1, dim2, tile, problem.aligned, has_dk
             )
-            tile, smem = narrow, narrow.shared_memory(name, dim1, dim2)
+            smem = tile.shared_memory(name, dim1, dim2)
         num_blocks = _ceil_div(num_rows, tile.stationary_rows)
         if num_blocks * num_heads == 0:
             return None, 0
