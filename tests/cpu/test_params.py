@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import itertools
 import re
 import struct
@@ -303,6 +304,38 @@ def test_backward_packs_each_value_in_its_field(
                 assert name == f"backward_{kernel}_sm80"
                 assert values("BackwardParams", params) == expected
     assert next(seen, None) is None
+
+
+def test_hopper_backward_brings_its_maps(
+    launches: list[tuple[str, bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    structs: list[tuple[str, tuple[bytes, ...]]] = []
+    monkeypatch.setattr(
+        launch, "_launch", lambda kernel, arch, args, *_: structs.append((kernel.kernel, args))
+    )
+    monkeypatch.setattr(launch.tensor_map, "encode", lambda *args: repr(args).encode())
+    problem = dataclasses.replace(distinct_problem("bfloat16"), aligned=True)
+    chosen = plan.backward(problem, CARD, ("q2", "k2"), strategy="fused")
+    launch.backward(chosen, problem, DKL, POINTERS, WORKSPACE, 0, 0)
+    names = ["backward_prepare", "backward_fused_sm90", "backward_finish"]
+    assert [name for name, _ in structs] == names
+    fused = chosen.sides[0].fused
+    assert fused is not None
+    assert fused.boxes is not None
+    box_q, box_k = fused.boxes
+    maps, params = structs[1][1]
+    expected = (
+        (POINTERS["q1"], (2, 12, 700, 96), problem.q1, "bfloat16", box_q),
+        (POINTERS["k1"], (2, 4, 3000, 96), problem.k1, "bfloat16", box_k),
+        (POINTERS["q2"], (2, 12, 700, 64), problem.q2, "bfloat16", box_q),
+        (POINTERS["k2"], (2, 3, 3000, 64), problem.k2, "bfloat16", box_k),
+    )
+    assert maps == b"".join(repr(one).encode() for one in expected)
+    packed = values("BackwardParams", params)
+    assert packed["num_blocks"] == chosen.sides[0].key_blocks
+    assert packed["dq_scratch"] == WORKSPACE + chosen.scratch_offset
+    assert packed["dk"] == POINTERS["dk2"]
+    assert len(structs[0][1]) == len(structs[2][1]) == 1
 
 
 # --------------------------------------------------------------------------------------- templates
