@@ -85,8 +85,10 @@ struct FusedTraits {
 
     // The sum may not pass the 64 K of the register file.
     static constexpr int kProducerRegisters = 24;
-    static constexpr int kSumRegisters = kNumConsumers == 3 ? 56 : 72;
-    static constexpr int kConsumerRegisters = kNumConsumers == 3 ? 144 : 208;
+    static constexpr int kSumRegisters = kHasFactors ? 88 : 72;
+    static constexpr int kConsumerRegisters =
+        (512 - kProducerRegisters - kSumRegisters) / kNumConsumers / 8 * 8;
+    static_assert(kNumConsumers == 2, "registers are dealt for two consumers");
 };
 
 // 1. and 2. Of one warp.
@@ -427,9 +429,11 @@ SKL_DEVICE void consume(const BackwardParams& params, const typename Traits::Wal
             }
         }
         if (!is_border(range, first_key, 64, first_query, kBlockQ)) return false;
+        int first_key_here = first_key_of_warp;
+        asm volatile("" : "+r"(first_key_here));
         return named_barrier_any<128>(
             Traits::kConsumerBarrier + group,
-            mask_transposed(ds, trained, range, first_key_of_warp, first_query));
+            mask_transposed(ds, trained, range, first_key_here, first_query));
     };
     const auto round_gradients = [&]() {
         if constexpr (Traits::kHasFactors) fit_to_fp16(ds, dk, factor);
