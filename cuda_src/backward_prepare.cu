@@ -1,8 +1,9 @@
 // backward_prepare: per query row, what the gradients need of the forward's results; for float16
 // also the largest |dkl|.
 //
-//   kl, lse1, lse2, their low parts [B, H, N_Q]   ->   row_statistics [rows][4]  (gradient.cuh),
-//   max_dkl
+//   kl, lse1, lse2, their low parts, dkl [B, H, N_Q]   ->   row_statistics [rows][4], max_dkl
+//
+// The statistics are those of gradient.cuh, with dkl in them (kIsWeighted) or without.
 //
 // Grid: one thread per row. max_dkl must be zero before the launch.
 #include "gradient.cuh"
@@ -23,7 +24,7 @@ SKL_DEVICE RowStatistics row_statistics(const PrepareParams& params, int64 at) {
     return {sum1.exponent, sum1.fraction, sum2.exponent, last};
 }
 
-template <int kSide>
+template <int kSide, bool kIsWeighted>
 __global__ void __launch_bounds__(kPrepareThreads) backward_prepare(const PrepareParams params) {
     const int64 row = static_cast<int64>(blockIdx.x) * kPrepareThreads + threadIdx.x;
     uint32 magnitude = 0;
@@ -36,8 +37,13 @@ __global__ void __launch_bounds__(kPrepareThreads) backward_prepare(const Prepar
             return batch_idx * rows.batch_stride + head_idx * rows.head_stride +
                    query_idx * rows.row_stride;
         };
-        reinterpret_cast<RowStatistics*>(params.row_statistics)[row] =
-            row_statistics<kSide>(params, offset(params.rows));
+        const RowStatistics statistics = row_statistics<kSide>(params, offset(params.rows));
+        if constexpr (kIsWeighted) {
+            reinterpret_cast<WeightedStatistics*>(params.row_statistics)[row] =
+                weighted<kSide>(statistics, params.dkl[offset(params.dkl_rows)]);
+        } else {
+            reinterpret_cast<RowStatistics*>(params.row_statistics)[row] = statistics;
+        }
         if (params.max_dkl != nullptr) {
             magnitude = __float_as_uint(params.dkl[offset(params.dkl_rows)]) & 0x7fffffffu;
             if (magnitude >= 0x7f800000u)

@@ -128,30 +128,6 @@ SKL_DEVICE void transposed_gradients(float (&ds)[kLines][kElements],
     }
 }
 
-// Zeroes dS^T where the query does not exist or may not see the key. Returns whether a masked query
-// holds a NaN or Inf, which must be scrubbed before dS^T multiplies it; trained are the logits of
-// the side that gets gradients.
-template <int kLines, int kElements>
-SKL_DEVICE bool mask_transposed(float (&ds)[kLines][kElements],
-                                const float (&trained)[kLines][kElements], const KeyRange& range,
-                                int first_key, int first_query) {
-    bool leaks = false;
-    SKL_UNROLL
-    for (int e = 0; e < kElements; ++e) {
-        const int query = first_query + col_of_element(e);
-        const Interval keys = {range.begin(query),
-                               query < range.num_queries ? range.end(query) : 0};
-        SKL_UNROLL
-        for (int line = 0; line < kLines; ++line) {
-            const int key = first_key + row_of_line(line);
-            const bool is_visible = key >= keys.begin && key < keys.end;
-            leaks |= !is_visible && !is_finite(trained[line][e]);
-            ds[line][e] = is_visible ? ds[line][e] : 0.f;
-        }
-    }
-    return leaks;
-}
-
 // Writes NaN into dS^T (in shared memory, [keys][queries]) for every query that sees a key with a
 // NaN or Inf in it: the product for dQ is about to read such keys as zero, for the sake of the
 // queries that do not see them.

@@ -57,7 +57,7 @@ struct ForwardTraits {
 template <class Element, int kHeadDim1, int kHeadDim2, int kNumConsumers, int kBlockK,
           int kNumStages, bool kQueriesInRegisters, bool kIsPacked>
 __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
-    forward_sm90(const __grid_constant__ ForwardMaps maps,
+    forward_sm90(const __grid_constant__ InputMaps maps,
                  const __grid_constant__ ForwardParams params) {
     using Traits = ForwardTraits<kHeadDim1, kHeadDim2, kNumConsumers, kBlockK, kNumStages,
                                  kQueriesInRegisters>;
@@ -88,17 +88,15 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
         give_registers<Traits::kProducerRegisters>();
         if (warp_id() != 0) return;
         const int lane = lane_id();
-        // An axis along which a tensor is expanded has a single step in its map.
-        const auto step = [](int64 stride, int idx) { return stride == 0 ? 0 : idx; };
         // 1. The queries.
         if (lane == 0) {
             const int rows_of_box = params.heads_per_tile * params.queries_per_tile;
             const int bytes1 = Tile1::num_bytes(rows_of_box),
                       bytes2 = Tile2::num_bytes(rows_of_box);
-            const int head1 = step(params.q1.head_stride, head_idx),
-                      head2 = step(params.q2.head_stride, head_idx);
-            const int batch1 = step(params.q1.batch_stride, batch_idx),
-                      batch2 = step(params.q2.batch_stride, batch_idx);
+            const int head1 = map_index(params.q1.head_stride, head_idx),
+                      head2 = map_index(params.q2.head_stride, head_idx);
+            const int batch1 = map_index(params.q1.batch_stride, batch_idx),
+                      batch2 = map_index(params.q2.batch_stride, batch_idx);
             // The map of packed queries has its heads before its rows.
             const auto load1 = [&](uint32 tile, uint32 barrier) {
                 Tile1::template load<Traits::kBlockQ>(
@@ -128,10 +126,10 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
         }
         // 2. The keys. The whole warp walks the loop, so that the operands of the copies stay in
         // uniform registers.
-        const int key_head1 = step(params.k1.head_stride, head_idx / params.group1);
-        const int key_head2 = step(params.k2.head_stride, head_idx / params.group2);
-        const int batch1 = step(params.k1.batch_stride, batch_idx),
-                  batch2 = step(params.k2.batch_stride, batch_idx);
+        const int key_head1 = map_index(params.k1.head_stride, head_idx / params.group1);
+        const int key_head2 = map_index(params.k2.head_stride, head_idx / params.group2);
+        const int batch1 = map_index(params.k1.batch_stride, batch_idx),
+                  batch2 = map_index(params.k2.batch_stride, batch_idx);
         SKL_NO_UNROLL
         for (int tile = tiles.begin; tile < tiles.end; ++tile) {
             ring.producer_acquire();

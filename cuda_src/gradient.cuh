@@ -10,6 +10,7 @@
 #pragma once
 #include "base.cuh"
 #include "fragment.cuh"
+#include "key_range.cuh"
 #include "kl_state.cuh"
 
 struct alignas(16) RowStatistics {
@@ -23,6 +24,12 @@ SKL_HOST_DEVICE RowStatistics no_row() { return {1e30f, 0.f, 1e30f, 0.f}; }
 // Relative rounding error of the shift: a sum, a quotient and three products of float32.
 inline constexpr float kBracketNoise = 4.76837158203125e-7f;  // 2^-21
 
+// Where P1 is all on one key the bracket is zero, a difference of two numbers of the size of kl.
+// What float32 leaves of it is rounding, and |s1 - s2| may be 1e5 times what it should be.
+SKL_HOST_DEVICE bool is_noise(float bracket, float shift) {
+    return fabs(bracket) < kBracketNoise * fabs(shift);
+}
+
 // In units of 1 (side 2) or ln 2 (side 1); gradient_unit puts that right at the end.
 template <int kSide>
 SKL_HOST_DEVICE float logit_gradient(float x1, float x2, const RowStatistics& row, float scale1,
@@ -35,8 +42,34 @@ SKL_HOST_DEVICE float logit_gradient(float x1, float x2, const RowStatistics& ro
     const float bracket = (y1 - y2) - row.last;
     return p1 * (fabs(bracket) < kBracketNoise * fabs(row.last) ? 0.f : bracket);
 }
+// What Hopper's kernels read of a row: 16 bytes with the upstream gradient in them, so that a tile
+// of rows is one run of bytes. 2^(y - fraction) = 2^y 2^-fraction, and the second factor, which
+// lies within sqrt(2) of 1, is multiplied by dkl once a row instead of once an element.
+struct alignas(16) WeightedStatistics {
+    float exponent1, exponent2;
+    float weight1;  // dkl 2^-fraction1, times gradient_unit
+    float last;     // dkl 2^-fraction2 where side 2 is trained, shift where side 1 is
+};
+
 template <int kSide>
 inline constexpr float gradient_unit = kSide == 2 ? 1.f : kLn2;
+
+template <int kSide>
+SKL_HOST_DEVICE WeightedStatistics weighted(const RowStatistics& row, float dkl) {
+    const float weight1 = dkl * gradient_unit<kSide> * exp2(-row.fraction1);
+    return {row.exponent1, row.exponent2, weight1, kSide == 2 ? dkl * exp2(-row.last) : row.last};
+}
+
+// dkl logit_gradient, in units of 1.
+template <int kSide>
+SKL_HOST_DEVICE float weighted_gradient(float x1, float x2, const WeightedStatistics& row,
+                                        float scale1, float scale2) {
+    const float y1 = fma(x1, scale1, -row.exponent1), y2 = fma(x2, scale2, -row.exponent2);
+    const float p1 = fast_exp2(y1) * row.weight1;
+    if constexpr (kSide == 2) return fma(fast_exp2(y2), row.last, -p1);
+    const float bracket = (y1 - y2) - row.last;
+    return p1 * (is_noise(bracket, row.last) ? 0.f : bracket);
+}
 
 // Logit gradients are rounded to the element type on their way into the third product. bfloat16 has
 // the exponents of float32; float16 would underflow, so there they are multiplied by a power of
@@ -112,6 +145,32 @@ SKL_DEVICE uint32 finite_or_zero(uint32 packed) {
     if ((packed & kExponent) == kExponent) packed &= 0xffff0000u;
     if ((packed >> 16 & kExponent) == kExponent) packed &= 0x0000ffffu;
     return packed;
+}
+
+// Zeroes dS^T where the query does not exist or may not see the key. Returns whether a masked query
+// holds a NaN or Inf, which must be scrubbed before dS^T multiplies it; trained are the logits of
+// the side that gets gradients.
+template <int kLines, int kElements>
+SKL_DEVICE bool mask_transposed(float (&ds)[kLines][kElements],
+                                const float (&trained)[kLines][kElements], const KeyRange& range,
+                                int first_key, int first_query) {
+    bool leaks = false;
+    SKL_UNROLL
+    for (int line = 0; line < kLines; ++line) {
+        // The queries that see a key are an interval, too.
+        const int key = first_key + row_of_line(line);
+        const Interval queries = key < range.num_keys ? range.queries_of(key, key) : Interval{0, 0};
+        const int first_col = first_query + col_of_element(0);  // of this thread
+        const int begin = queries.begin - first_col, end = queries.end - first_col;
+        SKL_UNROLL
+        for (int e = 0; e < kElements; ++e) {
+            const int col = (e >> 1) * 8 + (e & 1);
+            const bool is_visible = col >= begin && col < end;
+            leaks |= !is_visible && !is_finite(trained[line][e]);
+            ds[line][e] = is_visible ? ds[line][e] : 0.f;
+        }
+    }
+    return leaks;
 }
 
 // summed[rows][kHeadDim] += ds[rows][kCols] times kCols rows of a tile in shared memory. kScrub:

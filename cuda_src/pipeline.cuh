@@ -1,5 +1,5 @@
-// A ring of buffers between one producer warp, which asks the copy engine to fill them, and the
-// warps that read them.
+// A ring of buffers between producer warps, of which a single one asks the copy engine to fill them
+// or several write themselves, and the warps that read them.
 //
 // full[stage] completes when the bytes have landed, empty[stage] when every consumer warp has let
 // go. A phase bit that flips with every round tells a new filling from the last one.
@@ -16,9 +16,10 @@ struct Ring {
 
     SKL_DEVICE explicit Ring(uint32 barriers) : barriers(barriers) {}
 
-    SKL_DEVICE static void init(uint32 barriers, int num_consumer_warps) {
+    SKL_DEVICE static void init(uint32 barriers, int num_consumer_warps,
+                                int num_producer_warps = 1) {
         for (int i = 0; i < kNumStages; ++i) {
-            mbarrier_init(barriers + 8 * i, 1);
+            mbarrier_init(barriers + 8 * i, num_producer_warps);
             mbarrier_init(barriers + 8 * (kNumStages + i), num_consumer_warps);
         }
     }
@@ -37,9 +38,14 @@ struct Ring {
     SKL_DEVICE void producer_expect(uint32 num_bytes) const {
         mbarrier_arrive_expect_bytes(full(), num_bytes);
     }
+    // Where warps fill the buffer themselves.
+    SKL_DEVICE void producer_commit(int lane) const {
+        if (lane == 0) mbarrier_arrive(full());
+    }
     SKL_DEVICE void consumer_wait() const { mbarrier_wait(full(), phase); }
-    SKL_DEVICE void consumer_release(int lane) const {
-        if (lane == 0) mbarrier_arrive(empty());
+    SKL_DEVICE void consumer_release(int lane) const { release(stage, lane); }
+    SKL_DEVICE void release(int which_stage, int lane) const {
+        if (lane == 0) mbarrier_arrive(barriers + 8 * (kNumStages + which_stage));
     }
     // Lets go of buffers that this warp has no use for.
     SKL_DEVICE void skip(int num_buffers, int lane) {

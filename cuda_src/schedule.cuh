@@ -141,3 +141,32 @@ struct QueryWalk {
                tile.head_idx % other_group == 0;
     }
 };
+
+// The same walk for blocks that run side by side and add to the same rows of dQ: each begins at a
+// tile of its own and goes round. Heads whose keys of both sides are the same form a run.
+template <int kSide, int kBlockRows, int kBlockQ>
+struct StaggeredWalk : QueryWalk<kSide, kBlockRows, kBlockQ> {
+    using Walk = QueryWalk<kSide, kBlockRows, kBlockQ>;
+    using Walk::head_begin, Walk::head_end, Walk::query_begin, Walk::query_end;
+    int num_tiles;  // of a head
+    int start_query, heads_per_key;
+
+    SKL_HOST_DEVICE void start(const BackwardParams& params, uint32 block_idx) {
+        Walk::start(params, block_idx);
+        num_tiles = ceil_div(query_end - query_begin, kBlockQ);
+        const int64 block_of_head = block_idx % params.num_blocks;
+        start_query =
+            query_begin + static_cast<int>(block_of_head * num_tiles / params.num_blocks) * kBlockQ;
+        heads_per_key = kSide == 1 ? params.group2 : params.group1;  // of the other side
+    }
+    SKL_HOST_DEVICE int run_of(int head_idx) const {
+        return head_idx / heads_per_key - head_begin / heads_per_key;
+    }
+    SKL_HOST_DEVICE int end_of_run(int head_idx) const {
+        return min_of(head_end, head_idx - head_idx % heads_per_key + heads_per_key);
+    }
+    SKL_HOST_DEVICE int next_query(int first_query) const {
+        first_query += kBlockQ;
+        return first_query < query_end ? first_query : query_begin;
+    }
+};

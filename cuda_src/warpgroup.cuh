@@ -3,11 +3,12 @@
 #pragma once
 #include "base.cuh"
 #include "fragment.cuh"
+#include "gradient.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 
-struct ForwardMaps {
+struct InputMaps {
     TensorMap q1, k1, q2, k2;
 };
 
@@ -31,14 +32,24 @@ struct PanelTile {
     }
 };
 
-// Where a product finds 64 columns wide rows of 128 bytes, swizzled, eight rows to 1024 bytes.
-SKL_DEVICE uint64 panel_descriptor(uint32 address) {
-    return static_cast<uint64>((address & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+// An axis along which a tensor is expanded has a single step in its map.
+SKL_DEVICE int map_index(int64 stride, int idx) { return stride == 0 ? 0 : idx; }
+
+// Where a product finds 64 columns wide rows of 128 bytes, swizzled, eight rows to 1024 bytes. A
+// transposed operand of more than 64 columns goes on in the panel panel_bytes further.
+SKL_DEVICE uint64 panel_descriptor(uint32 address, int panel_bytes = 16) {
+    return static_cast<uint64>((address & 0x3ffff) >> 4) |
+           static_cast<uint64>(panel_bytes >> 4) << 16 | 64ull << 32 | 1ull << 62;
 }
 
 // Step k of 16 columns within the panels of a tile, in descriptor units of 16 bytes.
 SKL_HOST_DEVICE constexpr int panel_step(int k, int num_rows) {
     return k / 4 * (num_rows * 8) + k % 4 * 2;
+}
+
+// Where a chunk of 16 bytes lies: the swizzle permutes the eight chunks of a row by the row.
+SKL_DEVICE uint32 panel_address(uint32 tile, int tile_rows, int row, int panel, int chunk) {
+    return tile + panel * tile_rows * 128 + row * 128 + ((chunk ^ (row & 7)) << 4);
 }
 
 // The 64 rows of a warpgroup as left operands, read from shared memory by every product.
@@ -61,12 +72,49 @@ struct PanelRegisters {
         const int row = first_row + 16 * (warp_id() % 4) + (lane_id() & 15);
         SKL_UNROLL
         for (int k = 0; k < kHeadDim / 16; ++k) {
-            const int chunk = k % 4 * 2 + (lane_id() >> 4);
             ldmatrix_x4(a[k],
-                        tile + k / 4 * tile_rows * 128 + row * 128 + ((chunk ^ (row & 7)) << 4));
+                        panel_address(tile, tile_rows, row, k / 4, k % 4 * 2 + (lane_id() >> 4)));
         }
     }
     SKL_DEVICE const uint32 (&operand(int k) const)[4] { return a[k]; }
+};
+
+// The first kRegisterSteps steps of 16 columns in registers, the others in shared memory.
+template <int kHeadDim, int kRegisterSteps, int kTileRows>
+struct PanelMixed {
+    static constexpr int kSteps = kHeadDim / 16;
+    static_assert(kRegisterSteps <= kSteps, "no more steps than there are");
+    uint64 descriptor;
+    uint32 a[max_of(kRegisterSteps, 1)][4];
+
+    SKL_DEVICE void load(uint32 tile, int first_row) {
+        descriptor = panel_descriptor(tile + first_row * 128);
+        const int row = first_row + 16 * (warp_id() % 4) + (lane_id() & 15);
+        SKL_UNROLL
+        for (int k = 0; k < kRegisterSteps; ++k) {
+            ldmatrix_x4(a[k],
+                        panel_address(tile, kTileRows, row, k / 4, k % 4 * 2 + (lane_id() >> 4)));
+        }
+    }
+    // S = these rows times the kCols rows of a tile; asynchronous until wgmma_wait.
+    template <class Element, int kCols>
+    SKL_DEVICE void multiply(float (&s)[2][kCols / 4], uint32 tile) const {
+        const uint64 b = panel_descriptor(tile);
+        if constexpr (kRegisterSteps > 0) {
+            Wgmma<Element, kCols>::start(s, a[0], b);
+        } else {
+            Wgmma<Element, kCols>::start(s, descriptor, b);
+        }
+        SKL_UNROLL
+        for (int k = 1; k < kRegisterSteps; ++k) {
+            Wgmma<Element, kCols>::add(s, a[k], b + panel_step(k, kCols));
+        }
+        SKL_UNROLL
+        for (int k = max_of(kRegisterSteps, 1); k < kSteps; ++k) {
+            Wgmma<Element, kCols>::add(s, descriptor + panel_step(k, kTileRows),
+                                       b + panel_step(k, kCols));
+        }
+    }
 };
 
 // S = queries times the kCols rows of a tile; asynchronous until wgmma_wait.
@@ -86,5 +134,25 @@ SKL_DEVICE void pin_all(float (&values)[kLines][kElements]) {
     for (int line = 0; line < kLines; ++line) {
         SKL_UNROLL
         for (int e = 0; e < kElements; ++e) pin(values[line][e]);
+    }
+}
+
+// summed[a warp's 16 rows][kCols] += a times 16 rows of panels, columns [16 first_pair, ...), whose
+// broken elements read as zero: warp by warp, for the few tiles in which a zero of a would meet a
+// NaN or Inf. No product of the warpgroup may be under way on summed.
+template <class Element, int kCols>
+SKL_DEVICE void add_scrubbed(float (&summed)[2][kCols / 4], const uint32 (&a)[4], uint32 tile,
+                             int tile_rows, int first_row, int first_pair) {
+    const int row = first_row + (lane_id() & 15);
+    const uint32 left[1][4] = {{a[0], a[1], a[2], a[3]}};
+    SKL_UNROLL
+    for (int i = 0; i < kCols / 16; ++i) {
+        const int pair = first_pair + i;
+        uint32 b[4];
+        ldmatrix_x4_trans(
+            b, panel_address(tile, tile_rows, row, pair / 4, pair % 4 * 2 + (lane_id() >> 4)));
+        SKL_UNROLL
+        for (int j = 0; j < 4; ++j) b[j] = finite_or_zero<Element>(b[j]);
+        multiply_step<Element, 1>(summed, left, b, i);
     }
 }

@@ -304,6 +304,7 @@ def attention_kl_backward(
         prepared = prepare_backward(
             problem,
             first.index,
+            env.force(),
             plan.current_override(),
             wrt,
             strategy,
@@ -409,7 +410,7 @@ def warmup(
     for problem in _warmup_problems(head_dim1, head_dim2, dtype, unaligned):
         plans.append(plan.forward(problem, facts, force=env.force()))
         for strategy in STRATEGIES if backward else ():
-            plans.append(plan.backward(problem, facts, wrt, strategy=strategy))
+            plans.append(plan.backward(problem, facts, wrt, strategy=strategy, force=env.force()))
     dims = plan.bucket(head_dim1), plan.bucket(head_dim2)
     for one in facts.tuned:
         of, problem = one.problem_class, choices.problem_of(one)
@@ -533,6 +534,7 @@ def prepare_forward(
 def prepare_backward(
     problem: Problem,
     device_index: int,
+    force: str | None,
     override: object,
     wrt: tuple[str, ...],
     strategy: str,
@@ -553,7 +555,9 @@ def prepare_backward(
     check_gpu(problem)
     facts = launch.device_facts(device_index)
     asked = tuple(name for name in INPUTS if name in wrt)  # the order makes no difference
-    chosen = plan.backward(problem, facts, asked, strategy=strategy, deterministic=deterministic)
+    chosen = plan.backward(
+        problem, facts, asked, strategy=strategy, deterministic=deterministic, force=force
+    )
     return Prepared(chosen, launch.backward(chosen, problem, dkl, device_index), device_index)
 
 

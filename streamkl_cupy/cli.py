@@ -323,7 +323,7 @@ def _info(options: argparse.Namespace) -> tuple[Payload, int]:
         }
         kernels = {
             "forward": plan.forward(typical, facts, force=env.force()).name,
-            "backward": plan.backward(typical, facts, ("q2", "k2")).name,
+            "backward": plan.backward(typical, facts, ("q2", "k2"), force=env.force()).name,
         }
         contents = choices.read(text, facts)
         tuned = {

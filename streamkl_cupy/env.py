@@ -160,8 +160,10 @@ def force() -> str | None:
     Returns
     -------
     str or None
-        A kernel's name such as ``forward_sm80``, or None to leave the choice to the plan. Whether
-        such a kernel exists and fits the problem is for the plan to say.
+        A kernel's name such as ``forward_sm80``, or None to leave the choice to the plan. That of a
+        forward kernel binds the forward, that of a backward kernel the generation (``sm80``,
+        ``sm90``) of all of the backward. Whether such a kernel exists and fits the problem is for
+        the plan to say.
 
     Raises
     ------

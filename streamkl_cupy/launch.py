@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from streamkl_cupy import choices
 from streamkl_cupy.chain import Address, Chain, Clear, Kernel, Map, Params, Step
-from streamkl_cupy.plan import BackwardPlan, DeviceFacts, ForwardPlan, SidePlan
+from streamkl_cupy.plan import BackwardPlan, DeviceFacts, ForwardPlan, KernelPlan, SidePlan
 from streamkl_cupy.problem import INPUTS, Problem, Strides, gradient_strides
 from streamkl_cupy.tensor_map import Tensor
 
@@ -143,11 +143,7 @@ def forward(plan: ForwardPlan, problem: Problem, device_index: int) -> Chain:
     )
     steps = []
     for kernel in plan.kernels:
-        maps: tuple[Map, ...] = ()
-        if kernel.kernel == "forward_sm90":
-            maps = input_maps(
-                problem, plan.queries_per_tile, plan.tile.block_k, plan.heads_per_tile
-            )
+        maps = _maps(problem, kernel, plan.heads_per_tile)
         steps.append(Kernel(kernel, params, maps))
     return Chain(plan.arch, device_index, steps)
 
@@ -195,31 +191,35 @@ def backward(plan: BackwardPlan, problem: Problem, dkl: Strides, device_index: i
             )
             steps.append(Kernel(side.prepare, params))
         backward_params = functools.partial(_backward_params, problem, dkl, max_dkl, side)
-        if side.fused is not None and side.finish is not None:
+        if side.fused is not None:
             steps.append(Clear(scratch, side.scratch_bytes))
-            steps.append(Kernel(side.fused, backward_params(scratch, side.key_blocks)))
+        for kernel, num_blocks in (
+            (side.fused, side.key_blocks),
+            (side.dq, side.dq_blocks),
+            (side.dk, side.key_blocks),
+        ):
+            if kernel is not None:
+                params = backward_params(scratch if kernel is side.fused else 0, num_blocks)
+                steps.append(Kernel(kernel, params, _maps(problem, kernel)))
+        if side.finish is not None:
             steps.append(Kernel(side.finish, _finish_params(problem, scratch, side)))
-        if side.dq is not None:
-            steps.append(Kernel(side.dq, backward_params(0, side.dq_blocks)))
-        if side.dk is not None:
-            steps.append(Kernel(side.dk, backward_params(0, side.key_blocks)))
     return Chain(plan.arch, device_index, steps)
 
 
-def input_maps(
-    problem: Problem, block_q: int, block_k: int, heads_per_tile: int = 1
-) -> tuple[Map, ...]:
-    """The tensor maps of q1 k1 q2 k2 in boxes of so many queries of so many heads, and so many
-    keys."""
+def _maps(problem: Problem, kernel: KernelPlan, heads_per_tile: int = 1) -> tuple[Map, ...]:
+    """The tensor maps of q1 k1 q2 k2, for a kernel that uses them."""
+    if kernel.boxes is None:
+        return ()
+    box_q, box_k = kernel.boxes
     queries = problem.batch, problem.num_heads, problem.num_queries
     keys1 = problem.batch, problem.num_key_heads1, problem.num_keys
     keys2 = problem.batch, problem.num_key_heads2, problem.num_keys
     dim1, dim2, dtype = problem.head_dim1, problem.head_dim2, problem.dtype
     return (
-        Map("q1", Tensor((*queries, dim1), problem.q1, dtype, block_q, heads_per_tile)),
-        Map("k1", Tensor((*keys1, dim1), problem.k1, dtype, block_k)),
-        Map("q2", Tensor((*queries, dim2), problem.q2, dtype, block_q, heads_per_tile)),
-        Map("k2", Tensor((*keys2, dim2), problem.k2, dtype, block_k)),
+        Map("q1", Tensor((*queries, dim1), problem.q1, dtype, box_q, heads_per_tile)),
+        Map("k1", Tensor((*keys1, dim1), problem.k1, dtype, box_k)),
+        Map("q2", Tensor((*queries, dim2), problem.q2, dtype, box_q, heads_per_tile)),
+        Map("k2", Tensor((*keys2, dim2), problem.k2, dtype, box_k)),
     )
 
 

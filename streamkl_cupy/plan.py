@@ -55,6 +55,14 @@ Template: TypeAlias = tuple[tuple[str, Value], ...]
 
 Tile = TypeVar("Tile", "ForwardTile", "BackwardTile")
 
+FORWARD_KERNELS = ("forward_sm80", "forward_sm90")
+BACKWARD_KERNELS = (
+    "backward_fused_sm80",
+    "backward_dq_sm80",
+    "backward_dk_sm80",
+    "backward_fused_sm90",
+)
+
 
 class PlanError(ValueError):
     """No kernel fits the problem on this card, or an override asks for what does not exist."""
@@ -91,7 +99,8 @@ def device_facts(arch: str) -> DeviceFacts:
 class KernelPlan:
     """One launch: the kernel, its template arguments in order, and its extent.
 
-    The kernel is the stem of its file.
+    The kernel is the stem of its file. ``boxes`` counts the rows of queries and of keys that the
+    copy engine brings at a time; None for a kernel that does not use it.
     """
 
     kernel: str
@@ -99,6 +108,7 @@ class KernelPlan:
     grid: int
     block: int
     shared_memory: int
+    boxes: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +223,54 @@ class BackwardTile:
         return total
 
 
+# Queries in a tile of ``backward_fused_sm90``, and what they bring along besides themselves.
+FUSED_BLOCK_Q = 64
+FUSED_ROWS_BYTES = FUSED_BLOCK_Q * ROW_STATISTICS_BYTES
+# Its dQ on the way to global memory: four warps, buffers of 16 rows and 32 columns.
+FUSED_SUM_BYTES = 4 * 3 * 16 * 32 * FLOAT_BYTES
+MOST_BARRIER_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardWarpgroupTile:
+    """How a block of a Hopper backward kernel is cut: template arguments by the names they have
+    there.
+
+    ``num_consumers`` warpgroups of 64 stationary rows; ``num_stages`` tiles of streamed rows;
+    ``num_buffers`` tiles of dS^T on their way to dQ; ``register_steps`` steps of 16 columns of the
+    stationary operands, side 1's first, that live in registers.
+    """
+
+    num_consumers: int
+    num_stages: int
+    num_buffers: int
+    register_steps: int
+
+    @property
+    def stationary_rows(self) -> int:
+        return 64 * self.num_consumers
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.num_consumers + 2)
+
+    @property
+    def boxes(self) -> tuple[int, int]:
+        return FUSED_BLOCK_Q, self.stationary_rows
+
+    def shared_memory(self, dim1: int, dim2: int) -> int:
+        row = _panel_row_bytes(dim1) + _panel_row_bytes(dim2)
+        stage = FUSED_BLOCK_Q * row + FUSED_ROWS_BYTES
+        gradients = self.stationary_rows * FUSED_BLOCK_Q * 2
+        return (
+            self.stationary_rows * row
+            + self.num_stages * stage
+            + self.num_buffers * gradients
+            + FUSED_SUM_BYTES
+            + MOST_BARRIER_BYTES
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardPlan:
     """The forward, and ``reduce_splits`` where blocks share a row's keys."""
@@ -249,6 +307,11 @@ class SidePlan:
     def kernels(self) -> tuple[KernelPlan, ...]:
         steps = (self.prepare, self.fused, self.finish, self.dq, self.dk)
         return tuple(step for step in steps if step is not None)
+
+    @property
+    def generation(self) -> str:
+        """``sm90`` where Hopper's kernels run, ``sm80`` where the portable ones do."""
+        return "sm90" if any(kernel.boxes for kernel in self.kernels) else "sm80"
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +354,8 @@ class Choice:
     forward_kernel: str | None = None
     forward_tile: ForwardTile | WarpgroupTile | None = None
     strategy: str | None = None
-    backward_tiles: tuple[tuple[str, BackwardTile], ...] = ()
+    backward_kernel: str | None = None
+    backward_tiles: tuple[tuple[str, BackwardTile | BackwardWarpgroupTile], ...] = ()
 
 
 NO_CHOICE = Choice()
@@ -351,17 +415,23 @@ def forward(problem: Problem, device: DeviceFacts, *, force: str | None = None) 
     Raises
     ------
     PlanError
-        ``force`` names no forward kernel, or no tile fits the card.
+        ``force`` names no kernel, or no tile fits the card.
     """
-    if force not in (None, "forward_sm80", "forward_sm90"):
+    forced, choice = _forced(force, FORWARD_KERNELS), _override.get()
+    if forced is None and choice.forward_kernel is None and choice.forward_tile is None:
+        choice = _with_tuned_forward(choice, problem, device)
+    return _forward(problem, device, forced, choice)
+
+
+def _forced(force: str | None, kernels: tuple[str, ...]) -> str | None:
+    """`force` if it is one of `kernels`; None if it is another kernel that can be forced."""
+    known = (*FORWARD_KERNELS, *BACKWARD_KERNELS)
+    if force is not None and force not in known:
         raise PlanError(
-            f'STREAMKL_FORCE: expected "forward_sm80" or "forward_sm90"; got {force!r}. '
+            f"STREAMKL_FORCE: expected one of {', '.join(known)}; got {force!r}. "
             "Unset it to let the plan choose"
         )
-    choice = _override.get()
-    if force is None and choice.forward_kernel is None and choice.forward_tile is None:
-        choice = _with_tuned_forward(choice, problem, device)
-    return _forward(problem, device, force, choice)
+    return force if force in kernels else None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -402,7 +472,11 @@ def _forward(
     kernels = []
     if blocks > 0:
         smem = tile.shared_memory(dim1, dim2)
-        kernels.append(KernelPlan(kernel, template, blocks * num_splits, tile.threads, smem))
+        boxes = None
+        if kernel == "forward_sm90":
+            boxes = (tile.stationary_rows // heads, tile.block_k)
+        grid = blocks * num_splits
+        kernels.append(KernelPlan(kernel, template, grid, tile.threads, smem, boxes))
         if num_splits > 1:
             kernels.append(reduce_splits(problem, num_splits))
     workspace = STATE_FIELDS * FLOAT_BYTES * num_splits * problem.num_rows if num_splits > 1 else 0
@@ -670,6 +744,7 @@ def backward(
     *,
     strategy: str = "auto",
     deterministic: bool = False,
+    force: str | None = None,
 ) -> BackwardPlan:
     """Plan the backward.
 
@@ -687,13 +762,17 @@ def backward(
         ``"auto"``: the faster one.
     deterministic
         Only kernels whose sums have a fixed order.
+    force
+        A kernel whose generation, the portable one or Hopper's, all kernels have to be of; None
+        lets the plan choose.
 
     Raises
     ------
     PlanError
-        No tile fits the card.
+        ``force`` names no kernel or one that cannot run, or no tile fits the card.
     """
-    return _backward(problem, device, tuple(sorted(wrt)), strategy, deterministic, _override.get())
+    forced, choice = _forced(force, BACKWARD_KERNELS), _override.get()
+    return _backward(problem, device, tuple(sorted(wrt)), strategy, deterministic, forced, choice)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -703,6 +782,7 @@ def _backward(
     wrt: tuple[str, ...],
     strategy: str,
     deterministic: bool,
+    force: str | None,
     choice: Choice,
 ) -> BackwardPlan:
     sides = tuple(
@@ -714,6 +794,7 @@ def _backward(
             f"k{side}" in wrt,
             strategy,
             deterministic,
+            force,
             choice,
         )
         for side in (2, 1)
@@ -726,10 +807,11 @@ def _backward(
     parts = [
         f"{'fused' if side.fused else 'separate'}{side.side}"
         f"{'_dq' if f'q{side.side}' in wrt else ''}{'_dk' if f'k{side.side}' in wrt else ''}"
+        f"_{side.generation}"
         for side in sides
     ]
     guarded = "" if problem.aligned else "_guarded"
-    name = f"backward_{'_'.join(parts)}_sm80_{ELEMENTS[problem.dtype]}_{dims}{guarded}"
+    name = f"backward_{'_'.join(parts)}_{ELEMENTS[problem.dtype]}_{dims}{guarded}"
     return BackwardPlan(name, device.arch, sides, max_dkl_offset, scratch_offset, workspace)
 
 
@@ -741,9 +823,13 @@ def _side(
     wants_dk: bool,
     strategy: str,
     deterministic: bool,
+    force: str | None,
     choice: Choice,
 ) -> SidePlan:
-    choice = _with_tuned_backward(choice, problem, device, side, wants_dq, wants_dk, deterministic)
+    if force is None:
+        choice = _with_tuned_backward(
+            choice, problem, device, side, wants_dq, wants_dk, deterministic
+        )
     if strategy == "auto" and choice.strategy is not None:
         strategy = choice.strategy
     tiles = dict(choice.backward_tiles)
@@ -753,31 +839,40 @@ def _side(
     key_heads = problem.batch * (problem.num_key_heads1 if side == 1 else problem.num_key_heads2)
 
     def kernel(
-        name: str, num_rows: int, num_heads: int, has_dk: bool = True
+        job: str, num_rows: int, num_heads: int, has_dk: bool = True
     ) -> tuple[KernelPlan | None, int]:
-        tile = tiles.get(name) or backward_tile(name, dim1, dim2, side, device)
+        name = backward_kernel(job, problem, device, side, force, choice)
+        tile = tiles.get(name)
+        boxes = None
+        if name.endswith("sm90"):
+            if not isinstance(tile, BackwardWarpgroupTile):
+                tile = backward_warpgroup_tile(name, dim1, dim2, side, device)
+            assert tile is not None
+            template = backward_warpgroup_template(
+                name, problem.dtype, side, dim1, dim2, tile, has_dk
+            )
+            boxes, smem = tile.boxes, tile.shared_memory(dim1, dim2)
+        else:
+            if not isinstance(tile, BackwardTile):
+                tile = backward_tile(name, dim1, dim2, side, device)
+            template = backward_template(
+                name, problem.dtype, side, dim1, dim2, tile, problem.aligned, has_dk
+            )
+            smem = tile.shared_memory(name, dim1, dim2)
         num_blocks = _ceil_div(num_rows, tile.stationary_rows)
         if num_blocks * num_heads == 0:
             return None, 0
-        template = backward_template(
-            name, problem.dtype, side, dim1, dim2, tile, problem.aligned, has_dk
-        )
-        smem = tile.shared_memory(name, dim1, dim2)
-        return KernelPlan(name, template, num_blocks * num_heads, tile.threads, smem), num_blocks
+        grid = num_blocks * num_heads
+        return KernelPlan(name, template, grid, tile.threads, smem, boxes), num_blocks
 
-    prepare = fused = finish = dq = dk = None
+    fused = finish = dq = dk = None
     dq_blocks = key_blocks = scratch = 0
-    if problem.num_rows > 0:
-        grid = _ceil_div(problem.num_rows, PREPARE_THREADS)
-        prepare = KernelPlan("backward_prepare", (("kSide", side),), grid, PREPARE_THREADS, 0)
     if wants_dq:
-        dq, dq_blocks = kernel("backward_dq_sm80", problem.num_queries, heads)
+        dq, dq_blocks = kernel("dq", problem.num_queries, heads)
     if wants_dk:
-        dk, key_blocks = kernel("backward_dk_sm80", problem.num_keys, key_heads)
+        dk, key_blocks = kernel("dk", problem.num_keys, key_heads)
     if wants_dq and not deterministic and problem.num_rows > 0 and problem.num_keys > 0:
-        candidate, fused_blocks = kernel(
-            "backward_fused_sm80", problem.num_keys, key_heads, has_dk=wants_dk
-        )
+        candidate, fused_blocks = kernel("fused", problem.num_keys, key_heads, has_dk=wants_dk)
         if use_fused(strategy, device, candidate, dq, dk):
             fused, key_blocks, dq, dk, dq_blocks = (candidate, fused_blocks, None, None, 0)
             row_tiles = _ceil_div(problem.num_queries, 16)
@@ -785,7 +880,43 @@ def _side(
             grid = heads * _ceil_div(row_tiles * trained // 8 * 32, FINISH_THREADS)
             template: Template = (("Element", ELEMENTS[problem.dtype]), ("kHeadDim", trained))
             finish = KernelPlan("backward_finish", template, grid, FINISH_THREADS, 0)
+    prepare = None
+    if problem.num_rows > 0:
+        weighted = any(step is not None and step.boxes is not None for step in (fused, dq, dk))
+        grid = _ceil_div(problem.num_rows, PREPARE_THREADS)
+        template = (("kSide", side), ("kIsWeighted", weighted))
+        prepare = KernelPlan("backward_prepare", template, grid, PREPARE_THREADS, 0)
     return SidePlan(side, prepare, fused, finish, dq, dk, dq_blocks, key_blocks, scratch)
+
+
+def backward_kernel(
+    job: str,
+    problem: Problem,
+    device: DeviceFacts,
+    side: int,
+    force: str | None = None,
+    choice: Choice = NO_CHOICE,
+) -> str:
+    """The kernel of a job, ``fused``, ``dq`` or ``dk``: Hopper's where there is one that can run.
+
+    Its rule is `why_not_sm90`, at least one query, and a tile of the head dimensions that fits.
+    """
+    portable, hopper = f"backward_{job}_sm80", f"backward_{job}_sm90"
+    asked = force or choice.backward_kernel
+    given = dict(choice.backward_tiles)
+    if hopper in given or portable in given:
+        asked = hopper if hopper in given else portable
+    if hopper not in BACKWARD_KERNELS or (asked is not None and asked.endswith("sm80")):
+        return portable
+    reason = why_not_sm90(problem, device)
+    if not reason and problem.num_queries == 0:
+        reason = "expected at least one query"
+    dim1, dim2 = bucket(problem.head_dim1), bucket(problem.head_dim2)
+    if not reason and backward_warpgroup_tile(hopper, dim1, dim2, side, device) is None:
+        reason = f"expected head dimensions whose tile fits; got {dim1} and {dim2}"
+    if reason and asked == hopper:
+        raise PlanError(f"{hopper}: {reason}. Unset STREAMKL_FORCE to let the plan choose")
+    return portable if reason else hopper
 
 
 def use_fused(
@@ -838,6 +969,55 @@ def backward_tiles(kernel: str, dim1: int, dim2: int, side: int) -> tuple[Backwa
         BackwardTile(1, 8, 32, 32, 2),
         BackwardTile(1, 4, 16, 16, 2),
         BackwardTile(1, 2, 16, 16, 2),
+    )
+
+
+def backward_warpgroup_tile(
+    kernel: str, dim1: int, dim2: int, side: int, device: DeviceFacts
+) -> BackwardWarpgroupTile | None:
+    """Choose the tile of a Hopper kernel; None if there is none for these head dimensions."""
+    for tile in backward_warpgroup_tiles(kernel, dim1, dim2, side):
+        if tile.shared_memory(dim1, dim2) <= device.shared_memory_per_block:
+            return tile
+    return None
+
+
+def backward_warpgroup_tiles(
+    kernel: str, dim1: int, dim2: int, side: int
+) -> Iterator[BackwardWarpgroupTile]:
+    """Tiles for a pair of buckets, the fastest first.
+
+    Accumulators of more than 128 columns leave no registers for the logits: there the fused kernel
+    has no tile.
+    """
+    trained = dim1 if side == 1 else dim2
+    if trained > 128:
+        return
+    steps = 4
+    for num_stages, num_buffers in ((3, 2), (2, 2), (2, 1)):
+        yield BackwardWarpgroupTile(2, num_stages, num_buffers, steps)
+
+
+def backward_warpgroup_template(
+    kernel: str,
+    dtype: str,
+    side: int,
+    dim1: int,
+    dim2: int,
+    tile: BackwardWarpgroupTile,
+    has_dk: bool = True,
+) -> Template:
+    """Template arguments of a Hopper backward kernel."""
+    return (
+        ("Element", ELEMENTS[dtype]),
+        ("kSide", side),
+        ("kHeadDim1", dim1),
+        ("kHeadDim2", dim2),
+        ("kNumConsumers", tile.num_consumers),
+        ("kNumStages", tile.num_stages),
+        ("kNumBuffers", tile.num_buffers),
+        ("kRegisterSteps", tile.register_steps),
+        ("kHasDk", has_dk),
     )
 
 
@@ -999,6 +1179,13 @@ def _with_tuned_forward(choice: Choice, problem: Problem, device: DeviceFacts) -
     )
 
 
+_NO_BACKWARD_CHOICE: dict[str, Any] = {
+    "strategy": None,
+    "backward_kernel": None,
+    "backward_tiles": (),
+}
+
+
 def _with_tuned_backward(
     choice: Choice,
     problem: Problem,
@@ -1008,16 +1195,19 @@ def _with_tuned_backward(
     wants_dk: bool,
     deterministic: bool,
 ) -> Choice:
-    if not device.tuned or choice.strategy is not None or choice.backward_tiles:
+    if not device.tuned or choice != replace(choice, **_NO_BACKWARD_CHOICE):
         return choice
     wrt = (f"q{side}",) * wants_dq + (f"k{side}",) * wants_dk
     tuned = _tuned(problem, device, problem_class(problem, wrt, deterministic))
+    is_hopper = any(kernel.endswith("sm90") for kernel, _ in tuned.backward_tiles)
+    if is_hopper and why_not_sm90(problem, device):
+        return choice
     return replace(choice, strategy=tuned.strategy, backward_tiles=tuned.backward_tiles)
 
 
 def tile_candidates(
     kernel: str, problem: Problem, device: DeviceFacts, side: int = 0
-) -> tuple[ForwardTile | WarpgroupTile | BackwardTile, ...]:
+) -> tuple[ForwardTile | WarpgroupTile | BackwardTile | BackwardWarpgroupTile, ...]:
     """Every tile of a kernel that fits the card, not only the one that the plan takes.
 
     A sweep compiles them first: one that spills registers is no candidate.
@@ -1040,6 +1230,9 @@ def tile_candidates(
         listed = warpgroup_tiles(*dims, heads_per_tile(problem, 2) > 1)
         wide = dict.fromkeys((*listed, *warpgroup_grid(*dims, limit)))
         return tuple(tile for tile in wide if tile.fits(*dims, limit))
+    if kernel.endswith("sm90"):
+        cut = backward_warpgroup_tiles(kernel, *dims, side)
+        return tuple(tile for tile in cut if tile.shared_memory(*dims) <= limit)
     cuts = backward_tiles(kernel, *dims, side)
     return tuple(tile for tile in cuts if tile.shared_memory(kernel, *dims) + STATIC_BYTES <= limit)
 
@@ -1091,7 +1284,7 @@ def backward_candidates(
     device, wrt = replace(device, tuned=()), tuple(sorted(wrt))
 
     def planned(choice: Choice) -> BackwardPlan:
-        return _backward(problem, device, wrt, "auto", deterministic, choice)
+        return _backward(problem, device, wrt, "auto", deterministic, None, choice)
 
     own = planned(NO_CHOICE)
     is_fused = any(side.fused is not None for side in own.sides)
@@ -1114,8 +1307,6 @@ def backward_candidates(
 
 
 ROW_CLASSES = (1, FEW_QUERIES, 4096)  # so many rows for each kind of tile of forward_sm80
-FORWARD_KERNELS = ("forward_sm80", "forward_sm90")
-BACKWARD_KERNELS = ("backward_fused_sm80", "backward_dq_sm80", "backward_dk_sm80")
 # Pairs of unequal head dims that the benchmarks name.
 UNEQUAL_PAIRS = ((192, 64), (128, 32))
 FULLY_DECLARED = ("sm_80", "sm_90a")
@@ -1150,7 +1341,8 @@ def _specialisations(
     device = device_facts(arch)
     found: dict[Specialisation, None] = {}
     for side in (1, 2):
-        found["backward_prepare", (("kSide", side),)] = None
+        for weighted in (True, False) if arch == "sm_90a" else (False,):
+            found["backward_prepare", (("kSide", side), ("kIsWeighted", weighted))] = None
     for dtype, element in ELEMENTS.items():
         for dim1, dim2 in pairs:
             for dim in (dim1, dim2):
@@ -1158,15 +1350,22 @@ def _specialisations(
             for aligned in (True, False):
                 for kernel, template, _ in forward_kernels(dtype, dim1, dim2, aligned, device):
                     found[kernel, template] = None
-                for kernel in BACKWARD_KERNELS:
-                    for side in (1, 2):
-                        cut = backward_tile(kernel, dim1, dim2, side, device)
-                        only_dq = kernel == "backward_fused_sm80" and (dim1, dim2) in without_dk
-                        for has_dk in (True, False) if only_dq else (True,):
+                for kernel, side in itertools.product(BACKWARD_KERNELS, (1, 2)):
+                    only_dq = "fused" in kernel and (dim1, dim2) in without_dk
+                    for has_dk in (True, False) if only_dq else (True,):
+                        if kernel.endswith("sm80"):
+                            cut = backward_tile(kernel, dim1, dim2, side, device)
                             template = backward_template(
                                 kernel, dtype, side, dim1, dim2, cut, aligned, has_dk
                             )
-                            found[kernel, template] = None
+                        else:
+                            fit = backward_warpgroup_tile(kernel, dim1, dim2, side, device)
+                            if fit is None or arch != "sm_90a":
+                                continue
+                            template = backward_warpgroup_template(
+                                kernel, dtype, side, dim1, dim2, fit, has_dk
+                            )
+                        found[kernel, template] = None
     return tuple(found)
 
 

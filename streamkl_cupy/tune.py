@@ -258,7 +258,7 @@ def combined(order: Iterable[plan.Choice]) -> plan.Choice | None:
     Choice or None
         None if there are not two kernels with tiles to put together.
     """
-    tiles: dict[str, plan.BackwardTile] = {}
+    tiles: dict[str, plan.BackwardTile | plan.BackwardWarpgroupTile] = {}
     for choice in order:
         if choice.strategy == "separate":
             for kernel, tile in choice.backward_tiles:

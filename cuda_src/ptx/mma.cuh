@@ -32,3 +32,10 @@ SKL_DEVICE uint32 pack(float low, float high) {
     }
     return packed;
 }
+
+// Both halves of a register of float16, times those of another.
+SKL_DEVICE uint32 multiply_fp16x2(uint32 a, uint32 b) {
+    uint32 product;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}

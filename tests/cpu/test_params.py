@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import itertools
 import re
 import struct
@@ -290,6 +291,30 @@ def test_backward_packs_each_value_in_its_field(driver: Driver, dtype: str, stra
                 assert step.kernel == f"backward_{kernel}_sm80"
                 assert values("BackwardParams", step.params) == expected
     assert next(seen, None) is None
+
+
+def test_hopper_backward_brings_its_maps(driver: Driver) -> None:
+    problem = dataclasses.replace(distinct_problem("bfloat16"), aligned=True)
+    chosen = plan.backward(problem, CARD, ("q2", "k2"), strategy="fused")
+    launch.backward(chosen, problem, DKL, 0).launch(POINTERS, WORKSPACE, 0)
+    prepare, cleared, fused, finish = driver.seen
+    assert cleared == Cleared(WORKSPACE + chosen.scratch_offset, chosen.sides[0].scratch_bytes, 0)
+    names = (prepare.kernel, fused.kernel, finish.kernel)
+    assert names == ("backward_prepare", "backward_fused_sm90", "backward_finish")
+    assert chosen.sides[0].fused is not None
+    assert chosen.sides[0].fused.boxes is not None
+    box_q, box_k = chosen.sides[0].fused.boxes
+    assert [(one["pointer"], one["sizes"], one["box"]) for one in fused.maps] == [
+        (POINTERS["q1"], (96, 700, 12, 2), box_q),
+        (POINTERS["k1"], (96, 3000, 4, 2), box_k),
+        (POINTERS["q2"], (64, 700, 12, 2), box_q),
+        (POINTERS["k2"], (64, 3000, 3, 2), box_k),
+    ]
+    packed = values("BackwardParams", fused.params)
+    assert packed["num_blocks"] == chosen.sides[0].key_blocks
+    assert packed["dq_scratch"] == WORKSPACE + chosen.scratch_offset
+    assert packed["dk"] == POINTERS["dk2"]
+    assert len(prepare.arguments) == len(finish.arguments) == 1
 
 
 # --------------------------------------------------------------------------------------- templates

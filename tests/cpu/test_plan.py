@@ -319,12 +319,13 @@ def test_backward_name(
         + str(side.side)
         + ("_dq" if f"q{side.side}" in wrt else "")
         + ("_dk" if f"k{side.side}" in wrt else "")
+        + "_sm80"
         for side in chosen.sides
     )
     element = {"bfloat16": "bf16", "float16": "fp16"}[problem.dtype]
     dims = f"d{plan.bucket(problem.head_dim1)}x{plan.bucket(problem.head_dim2)}"
     guarded = "" if problem.aligned else "_guarded"
-    assert chosen.name == f"backward_{sides}_sm80_{element}_{dims}{guarded}"
+    assert chosen.name == f"backward_{sides}_{element}_{dims}{guarded}"
 
 
 # ------------------------------------------------------------------------------------------- empty
@@ -381,7 +382,8 @@ def test_override_of_the_tiles() -> None:
     forward_tile = plan.ForwardTile(1, 2, 2, 64, 32, 3, False)
     backward_tile = BackwardTile(1, 2, 16, 16, 3)
     free = plan.current_override()
-    tiles = dict.fromkeys(plan.BACKWARD_KERNELS, backward_tile)
+    portable = [kernel for kernel in plan.BACKWARD_KERNELS if kernel.endswith("sm80")]
+    tiles = dict.fromkeys(portable, backward_tile)
     with plan.override(forward_tile=forward_tile), plan.override(backward_tiles=tiles):
         assert plan.current_override() != free
         forward = plan.forward(problem, H200)
@@ -611,7 +613,10 @@ def test_declared_covers_what_it_promises(arch: str) -> None:
                 if name == kernel
                 and (cut["kHeadDim1"], cut["kHeadDim2"], cut["Element"]) == (dim, dim, element)
             }
-            assert sides == ({None} if kernel.startswith("forward") else {1, 2}), (kernel, dim)
+            expected: set[int | None] = {None} if kernel.startswith("forward") else {1, 2}
+            if kernel == "backward_fused_sm90" and not has_fused_tile(dim, dim, 2):
+                expected = set()
+            assert sides == expected, (kernel, dim)
         assert ("backward_finish", {"Element": element, "kHeadDim": dim}) in cuts
 
 
@@ -780,6 +785,10 @@ def test_every_pair_of_head_dims_has_a_warpgroup_tile(
     assert (kernel.kernel, kernel.template) in specialisations("sm_90a")
 
 
+def has_fused_tile(dim1: int, dim2: int, side: int) -> bool:
+    return plan.backward_warpgroup_tile("backward_fused_sm90", dim1, dim2, side, H200) is not None
+
+
 def hopper_problem(**changes: Any) -> Problem:
     rows = dict.fromkeys(("q1", "k1", "q2", "k2"), Strides(8192, 4096, 64))
     problem = make(num_queries=1024, num_keys=1024)
@@ -864,3 +873,133 @@ def test_what_hopper_cannot_take_goes_to_the_portable_kernel(
     assert plan.forward_kernel(problem, HOPPER) == "forward_sm80"
     with pytest.raises(plan.PlanError, match=reason):
         plan.forward(problem, HOPPER, force="forward_sm90")
+
+
+# ------------------------------------------------------------------------------ backward_fused_sm90
+
+
+HOPPER_ROWS = dict.fromkeys(INPUTS, Strides(0, 0, 64))
+
+
+@given(problem=problems(**HOPPER_ROWS, aligned=True), wrt=WRT, strategy=STRATEGY)
+@settings(max_examples=300)
+def test_hopper_backward(problem: Problem, wrt: tuple[str, ...], strategy: str) -> None:
+    chosen = plan.backward(problem, HOPPER, wrt, strategy=strategy)
+    assert_launchable(chosen.kernels, HOPPER)
+    assert_regions(problem, chosen)
+    dims = plan.bucket(problem.head_dim1), plan.bucket(problem.head_dim2)
+    for side in chosen.sides:
+        wide = [kernel for kernel in side.kernels if kernel.kernel.endswith("sm90")]
+        # What a kernel of Hopper reads of a row is not what a portable one does.
+        assert side.generation == ("sm90" if wide else "sm80")
+        assert f"_{side.generation}" in chosen.name
+        if side.prepare is not None:
+            assert arguments(side.prepare)["kIsWeighted"] == bool(wide)
+        if side.fused is None:
+            continue
+        assert bool(wide) == has_fused_tile(*dims, side.side)
+        if not wide:
+            continue
+        assert wide == [side.fused]
+        cut = arguments(side.fused)
+        key_heads = problem.num_key_heads1 if side.side == 1 else problem.num_key_heads2
+        assert side.fused.block == 128 * (cut["kNumConsumers"] + 2)
+        assert side.key_blocks == ceil_div(problem.num_keys, 64 * cut["kNumConsumers"])
+        assert side.fused.grid == problem.batch * key_heads * side.key_blocks
+        assert side.fused.boxes == (64, 64 * cut["kNumConsumers"])
+        assert cut["kHasDk"] == (f"k{side.side}" in wrt)
+        assert cut["kRegisterSteps"] <= sum(dims) // 16
+        trained = dims[side.side - 1]
+        tiles = ceil_div(problem.num_queries, 16)
+        assert side.scratch_bytes == problem.batch * problem.num_heads * tiles * 64 * trained
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"aligned": False}, {"k2": Strides(0, 0, 0)}, {"head_dim2": 256}],
+    ids=["unaligned", "expanded-rows", "no-tile"],
+)
+def test_what_the_fused_kernel_of_hopper_cannot_take(changes: dict[str, Any]) -> None:
+    problem = hopper_problem(**changes)
+    for force in (None, "backward_fused_sm80"):
+        chosen = plan.backward(problem, HOPPER, ("q2", "k2"), strategy="fused", force=force)
+        assert [k.kernel for k in chosen.kernels if "fused" in k.kernel] == ["backward_fused_sm80"]
+    options: dict[str, Any] = {"strategy": "fused", "force": "backward_fused_sm90"}
+    with pytest.raises(PlanError, match=r"^backward_fused_sm90: expected .* Unset STREAMKL_FORCE"):
+        plan.backward(problem, HOPPER, ("q2", "k2"), **options)
+
+
+def test_a_forced_kernel_binds_its_direction_only() -> None:
+    problem = hopper_problem(num_keys=4096)
+    free = plan.backward(problem, HOPPER, ("q2", "k2"))
+    assert free.sides[0].generation == "sm90"
+    assert plan.backward(problem, HOPPER, ("q2", "k2"), force="forward_sm80") == free
+    portable = plan.backward(problem, HOPPER, ("q2", "k2"), force="backward_dq_sm80")
+    assert portable.sides[0].generation == "sm80"
+    with plan.override(backward_kernel="backward_fused_sm80"):
+        assert plan.backward(problem, HOPPER, ("q2", "k2")) == portable
+    forward = plan.forward(problem, HOPPER)
+    assert plan.forward(problem, HOPPER, force="backward_fused_sm80") == forward
+    with pytest.raises(PlanError, match=r"STREAMKL_FORCE: expected one of .*backward_fused_sm90"):
+        plan.backward(problem, HOPPER, ("q2",), force="backward")
+
+
+def test_override_of_the_fused_tile() -> None:
+    tile = plan.BackwardWarpgroupTile(1, 2, 1, 0)
+    with plan.override(backward_tiles={"backward_fused_sm90": tile}):
+        chosen = plan.backward(hopper_problem(), HOPPER, ("q2", "k2"), strategy="fused")
+    assert chosen.sides[0].fused is not None
+    cut = arguments(chosen.sides[0].fused)
+    names = ("kNumConsumers", "kNumStages", "kNumBuffers", "kRegisterSteps")
+    assert tuple(cut[name] for name in names) == dataclasses.astuple(tile)
+
+
+def fused_layout_source(kernels: Sequence[plan.Specialisation]) -> str:
+    """C++ with the bytes of shared memory of each, and where its buffers begin."""
+    kernel = (jit.source_directory() / "backward_fused_sm90.cu").read_text()
+    read = {
+        name: re.sub(r"//.*", "", (jit.source_directory() / name).read_text())
+        for name in ("warpgroup.cuh", "gradient.cuh", "pipeline.cuh")
+    }
+    panel = braces(read["warpgroup.cuh"], "struct PanelTile")
+    ring = value_of(braces(read["pipeline.cuh"], "struct Ring"), "kBytes")
+    parts = [
+        '#include "schedule.cuh"',
+        braces(read["gradient.cuh"], r"struct alignas\(16\) WeightedStatistics"),
+        re.sub(r"template <int kRows>.*", "};", panel, flags=re.DOTALL),
+        f"template <int kNumStages> struct Ring {{ static constexpr int kBytes = {ring}; }};",
+        "template <int, int, int> struct PanelMixed;",
+        "template <class, int> inline constexpr bool kNeedsRunningFactor = false;",
+        braces(re.sub(r"//.*", "", kernel), "struct FusedTraits"),
+    ]
+    rows = []
+    for name, template in kernels:
+        rendered = jit.render(name, template[:-1]).replace(name, "FusedTraits")
+        rows.append(
+            f"{{{rendered}::kSmemBytes, {rendered}::kRingOffset, {rendered}::kStageBytes, "
+            f"{rendered}::kGradientOffset, {rendered}::kSumOffset}}"
+        )
+    parts.append(f'extern "C" const int layouts[][5] = {{{", ".join(rows)}}};')
+    return "\n".join(parts) + "\n"
+
+
+@pytest.mark.skipif(
+    host_compiler.missing_compiler() is not None, reason=str(host_compiler.missing_compiler())
+)
+def test_shared_memory_of_the_fused_kernel(tmp_path: Path) -> None:
+    kernels = [one for one in plan.specialisations("sm_90a") if one[0] == "backward_fused_sm90"]
+    source = tmp_path / "fused.cpp"
+    source.write_text(fused_layout_source(kernels))
+    layouts = (ctypes.c_int * 5 * len(kernels)).in_dll(
+        host_compiler.load(source, tmp_path), "layouts"
+    )
+    for (name, template), (total, *offsets) in zip(kernels, layouts, strict=True):
+        cut = dict(template)
+        values = (
+            cut[f"k{key}"] for key in ("NumConsumers", "NumStages", "NumBuffers", "RegisterSteps")
+        )
+        tile = plan.BackwardWarpgroupTile(*map(int, values))
+        planned = tile.shared_memory(int(cut["kHeadDim1"]), int(cut["kHeadDim2"]))
+        assert planned - plan.MOST_BARRIER_BYTES < total <= planned, jit.render(name, template)
+        # The swizzle permutes bits of an address below 1024.
+        assert all(offset % 1024 == 0 for offset in offsets)

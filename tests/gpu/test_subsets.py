@@ -18,18 +18,23 @@ SUBSETS = [names for count in (1, 2, 3, 4) for names in itertools.combinations(I
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
+def has(launched: list[tuple[str, dict[str, Any]]], job: str) -> bool:
+    """Whether a kernel of this job was launched, of whatever generation."""
+    return any(kernel.startswith(f"backward_{job}_sm") for kernel, _ in launched)
+
+
 def kernels_for(wrt: tuple[str, ...], fused: bool) -> Counter[tuple[str, int | None]]:
-    """What a backward has to launch: kernels with the side that they serve."""
+    """What a backward has to launch: jobs with the side that they serve."""
     kernels: Counter[tuple[str, int | None]] = Counter()
     for side in sorted({int(name[1]) for name in wrt}):
         kernels["backward_prepare", side] += 1
         wanted = {name[0] for name in wrt if name[1] == str(side)}
         if fused and wanted == {"q", "k"}:
-            kernels["backward_fused_sm80", side] += 1
+            kernels["backward_fused", side] += 1
             kernels["backward_finish", None] += 1
         else:
             for which in wanted:
-                kernels[f"backward_d{which}_sm80", side] += 1
+                kernels[f"backward_d{which}", side] += 1
     return kernels
 
 
@@ -54,7 +59,8 @@ def test_a_subset(
 
     ran = [(kernel, template.get("kSide")) for kernel, template in launched]
     backward = Counter((k, side) for k, side in ran if k.startswith("backward"))
-    assert backward == kernels_for(wrt, strategy == "fused")
+    jobs = Counter({(k.partition("_sm")[0], side): count for (k, side), count in backward.items()})
+    assert jobs == kernels_for(wrt, strategy == "fused")
     chosen = backward_plan(arrays, options, wrt, strategy=strategy)
     planned = Counter((k.kernel, dict(k.template).get("kSide")) for k in chosen.kernels)
     assert planned == backward
@@ -80,12 +86,12 @@ def test_few_queries_on_many_keys(
     inputs = random_inputs(rng, heads=4, num_queries=5, num_keys=20000)
     arrays = upload_all(cupy_library, inputs)
     Expected(inputs, {}, wrt).check(run(cupy_library, arrays, {}, wrt=wrt, into=True))
-    fused = [template for kernel, template in launched if kernel == "backward_fused_sm80"]
+    fused = [template for kernel, template in launched if kernel.startswith("backward_fused")]
     assert [template["kSide"] for template in fused] == [int(wrt[0][1])]
-    assert ("backward_dk_sm80" in dict(launched)) == ("k1" in wrt)
+    assert has(launched, "dk") == ("k1" in wrt)
     del launched[:]
     run(cupy_library, arrays, {}, wrt=wrt, deterministic=True)
-    assert "backward_fused_sm80" not in dict(launched)
+    assert not has(launched, "fused")
 
 
 def test_the_gradients_of_the_student_are_the_default(
