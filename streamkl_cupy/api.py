@@ -172,7 +172,8 @@ def attention_kl(
     outputs = {} if out is None else _take_state_outputs(out, return_state, first)
 
     # Describe.
-    problem = _describe(*(array.key for array in inputs.values()), causal, scale1, scale2, layout)
+    keys = [array.key for array in inputs.values()]
+    problem = _describe(*keys, causal, scale1, scale2, layout)
     shape, row_dtype = first.shape[:-1], "float64" if first.index == CPU else "float32"
     results = dict.fromkeys(_STATE if return_state else _STATE[:1], (shape, row_dtype))
     if outputs:
@@ -284,8 +285,9 @@ def attention_kl_backward(
     outputs = {} if out is None else _take_gradient_outputs(out, wrt, first)
 
     # Describe.
-    problem = _describe(*(array.key for array in inputs.values()), causal, scale1, scale2, layout)
-    row_keys = tuple((name, array.key) for name, array in rows.items())
+    keys = [array.key for array in inputs.values()]
+    problem = _describe(*keys, causal, scale1, scale2, layout)
+    row_keys = tuple([(name, array.key) for name, array in rows.items()])
     dkl_strides = _describe_rows(problem, first.shape[:-1], first.index, upstream.key, row_keys)
     results = {"d" + name: (inputs[name].shape, first.dtype) for name in wrt}
     if outputs:

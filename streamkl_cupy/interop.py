@@ -23,6 +23,7 @@ returns. The others free on streams of their own: there the call waits for the k
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from typing import Any, Protocol
@@ -196,6 +197,8 @@ def take(argument: str, value: Any, like: Array | None = None) -> Array:
     >>> take("q1", np.zeros((4, 8), np.float32)).strides
     (8, 1)
     """
+    if like is not None and type(value) is type(like.value):
+        return like.library.take(argument, value)
     library = _libraries.get(type(value)) or _find_library(argument, value)
     if like is not None and library is not like.library and library.name != like.library.name:
         raise TypeError(
@@ -249,9 +252,26 @@ def cupy() -> Any:
     return module
 
 
-def under_device(index: int) -> Any:
-    """Make a CUDA device the current one for the length of a ``with`` block."""
-    return cupy().cuda.Device(index)
+class under_device:
+    """Make a CUDA device the current one for the length of a ``with`` block.
+
+    Unlike ``cupy.cuda.Device`` it makes the device's context current even in a thread that has not
+    used CUDA yet: the runtime would wait for its first call, and the driver does not wait.
+    """
+
+    __slots__ = ("_index", "_previous", "_runtime")
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def __enter__(self) -> None:
+        self._runtime = cupy().cuda.runtime
+        self._previous = self._runtime.getDevice()
+        self._runtime.setDevice(self._index)
+
+    def __exit__(self, *_: object) -> None:
+        if self._previous != self._index:
+            self._runtime.setDevice(self._previous)
 
 
 def current_device() -> int:
@@ -396,19 +416,19 @@ class _Torch:
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
-        self._strided = torch.strided
         self._is_grad_enabled = torch.is_grad_enabled
         self._forward_ad = torch.autograd.forward_ad
         self._names: dict[Any, str] = {}  # dtype of torch -> name
         self._dtypes = {name: getattr(torch, name) for name in _NUMPY_DTYPES}
+        # What the code of torch.compile allocates by, on the current device. torch.empty, which
+        # does the same, looks at its options for as long as a launch takes.
+        self._empty_strided = torch._C._dynamo.guards._empty_strided_cuda
 
     def take(self, argument: str, value: Any) -> Array:
         if value.requires_grad and self._is_grad_enabled():
             raise TypeError(_lost_gradient(argument, "one that requires grad"))
         if self._forward_ad._current_level >= 0 and self._has_tangent(value):
             raise TypeError(_lost_gradient(argument, "one with a forward-mode tangent"))
-        if value.layout is not self._strided:
-            raise _not_dense(argument, f"one of layout {value.layout}")
         # Conjugation is as lazy as negation, but then the dtype is complex and refused as such.
         if value.is_neg():
             raise TypeError(
@@ -419,23 +439,20 @@ class _Torch:
                     "pass value.resolve_neg() of it",
                 )
             )
-        dtype = self._names.get(value.dtype) or self._name(value.dtype)
-        view = None
-        if value.is_cuda:
-            index = value.get_device()
-        elif value.is_cpu:
-            index = CPU
-        else:
-            raise _wrong_device(argument, f"one on torch device {value.device}")
         try:
             shape, strides, pointer = tuple(value.shape), value.stride(), value.data_ptr()
-            if index == CPU:
-                view = self._numpy(value, dtype)
         except RuntimeError as error:
-            if value.is_nested:
-                raise _not_dense(argument, "a nested one") from error
-            raise _wrapped_tensor(argument, "one without (inside torch.func?)") from error
-        return Array(value, self, shape, strides, dtype, index, pointer, False, view)
+            raise self._without_memory(argument, value) from error
+        dtype = self._names.get(value.dtype) or self._name(value.dtype)
+        if value.is_cuda:
+            return Array(value, self, shape, strides, dtype, value.get_device(), pointer)
+        if not value.is_cpu:
+            raise _wrong_device(argument, f"one on torch device {value.device}")
+        try:
+            view = self._numpy(value, dtype)
+        except RuntimeError as error:
+            raise self._without_memory(argument, value) from error
+        return Array(value, self, shape, strides, dtype, CPU, pointer, False, view)
 
     def from_numpy(self, values: NDArray[Any], like: Array) -> Any:
         if values.dtype == _NUMPY_DTYPES["bfloat16"]:
@@ -443,12 +460,13 @@ class _Torch:
         return self._torch.from_numpy(values)
 
     def current_stream(self, index: int) -> int:
-        stream: int = self._torch.cuda.current_stream(index).cuda_stream
+        # torch.cuda.current_stream makes an object of it first, as slowly as a launch.
+        stream: int = self._torch._C._cuda_getCurrentRawStream(index)
         return stream
 
     def empty(self, shape: tuple[int, ...], dtype: str, index: int) -> tuple[Any, int]:
         # torch alone can allocate inside torch.cuda.graph, and knows the memory as its own.
-        buffer = self._torch.empty(shape, dtype=self._dtypes[dtype], device=index)
+        buffer = self._empty_strided(shape, _contiguous_strides(shape), self._dtypes[dtype])
         return buffer, buffer.data_ptr()
 
     def settle(self, stream: int) -> None:
@@ -456,6 +474,13 @@ class _Torch:
 
     def hand_back(self, buffer: Any) -> Any:
         return buffer
+
+    def _without_memory(self, argument: str, value: Any) -> TypeError:
+        if value.layout is not self._torch.strided:
+            return _not_dense(argument, f"one of layout {value.layout}")
+        if value.is_nested:
+            return _not_dense(argument, "a nested one")
+        return _wrapped_tensor(argument, "one without (inside torch.func?)")
 
     def _has_tangent(self, value: Any) -> bool:
         return self._forward_ad.unpack_dual(value).tangent is not None
@@ -566,6 +591,15 @@ def _element_strides(argument: str, value: Any) -> tuple[int, ...]:
             )
         strides.append(stride // item_bytes)
     return tuple(strides)
+
+
+@functools.lru_cache(maxsize=4096)
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
 
 
 def _lost_gradient(argument: str, got: str) -> str:
