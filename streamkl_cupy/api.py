@@ -18,13 +18,13 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, cast, overload
+from typing import Any, Literal, TypeAlias, TypeVar, cast, overload
 
 import numpy as np
 
 from streamkl_cupy import choices, env, interop, jit, launch, plan, reference
 from streamkl_cupy.chain import Chain
-from streamkl_cupy.interop import CPU, Array, CudaLibrary, HostLibrary
+from streamkl_cupy.interop import CPU, Array, CudaLibrary, Group, HostLibrary
 from streamkl_cupy.problem import (
     ALIGNMENT_BYTES,
     GPU_DTYPES,
@@ -52,6 +52,9 @@ ArrayT = TypeVar("ArrayT", bound=SupportsDLPack)
 
 _STATE = launch.STATE
 NULL_POINTERS = dict.fromkeys((*INPUTS, *_STATE, "dkl", *launch.GRADIENTS), 0)
+
+# Shape and dtype of each result.
+Results: TypeAlias = Mapping[str, tuple[tuple[int, ...], str]]
 
 # Shapes of calls that are remembered. A training run with ragged batches sees many.
 _REMEMBERED = 4096
@@ -167,39 +170,41 @@ def attention_kl(
     # Take in.
     causal, scale1, scale2, layout = check_options(causal, scale1, scale2, layout)
     check_flag("return_state", return_state)
-    inputs = _take_inputs(q1, k1, q2, k2)
-    first = inputs["q1"]
-    outputs = {} if out is None else _take_state_outputs(out, return_state, first)
+    inputs = interop.take_all(INPUTS, (q1, k1, q2, k2))
+    outputs = {} if out is None else _take_state_outputs(out, return_state, inputs)
 
     # Describe.
-    problem = _describe(*(array.key for array in inputs.values()), causal, scale1, scale2, layout)
-    shape, row_dtype = first.shape[:-1], "float64" if first.index == CPU else "float32"
-    results = dict.fromkeys(_STATE if return_state else _STATE[:1], (shape, row_dtype))
+    problem = _describe(inputs.keys, causal, scale1, scale2, layout)
+    shape, _, _, index, _ = inputs.keys[0]
+    row_dtype = "float64" if index == CPU else "float32"
+    results = dict.fromkeys(_STATE if return_state else _STATE[:1], (shape[:-1], row_dtype))
     if outputs:
         labels = {name: f"out.{name}" if return_state else "out" for name in outputs}
-        _check_outputs(outputs, labels, results, ITEM_BYTES[row_dtype], inputs)
-    if first.index == CPU:
+        _check_outputs(outputs, labels, results, ITEM_BYTES[row_dtype], inputs.operands(INPUTS))
+    if index == CPU:
         options = {"causal": causal, "scale1": scale1, "scale2": scale2, "layout": layout}
-        values = _refer_forward(inputs, options, return_state, outputs)
+        values = _refer_forward(inputs.arrays, options, return_state, outputs)
         return values if out is None else out
 
-    library = cast(CudaLibrary, first.library)
-    with interop.under_device(first.index):
+    library = cast(CudaLibrary, inputs.library)
+    with interop.under_device(index):
         # Plan.
-        prepared = prepare_forward(problem, first.index, env.force(), plan.current_override())
-        stream = library.current_stream(first.index)
+        prepared = prepare_forward(problem, index, env.force(), plan.current_override())
+        stream = library.current_stream(index)
         prepared.require_loaded(stream)
 
         # Launch.
-        buffers = {} if outputs else _allocate(library, results, first.index)
-        pointers = _pointers(buffers, inputs, outputs)
-        _launch(prepared, pointers, library, first.index, stream)
+        pointers = NULL_POINTERS.copy()
+        pointers.update(zip(INPUTS, inputs.pointers, strict=True))
+        pointers.update({name: array.pointer for name, array in outputs.items()})
+        buffers = [] if outputs else _allocate(library, results, index, pointers)
+        _launch(prepared, pointers, library, index, stream)
 
         # Hand back.
         library.settle(stream)
         if out is not None:
             return out
-        arrays = [library.hand_back(buffer) for buffer, _ in buffers.values()]
+        arrays = [library.hand_back(buffer) for buffer in buffers]
     return KLState(*arrays) if return_state else arrays[0]
 
 
@@ -277,33 +282,32 @@ def attention_kl_backward(
     causal, scale1, scale2, layout = check_options(causal, scale1, scale2, layout)
     wrt = check_wrt(wrt)
     check_strategy(strategy, deterministic)
-    inputs = _take_inputs(q1, k1, q2, k2)
-    first = inputs["q1"]
-    upstream = interop.take("dkl", dkl, first)
-    rows = _take_state(state, first)
-    outputs = {} if out is None else _take_gradient_outputs(out, wrt, first)
+    inputs = interop.take_all(INPUTS, (q1, k1, q2, k2))
+    names, rows = _take_rows(dkl, state, inputs)
+    outputs = {} if out is None else _take_gradient_outputs(out, wrt, inputs)
 
     # Describe.
-    problem = _describe(*(array.key for array in inputs.values()), causal, scale1, scale2, layout)
-    row_keys = tuple((name, array.key) for name, array in rows.items())
-    dkl_strides = _describe_rows(problem, first.shape[:-1], first.index, upstream.key, row_keys)
-    results = {"d" + name: (inputs[name].shape, first.dtype) for name in wrt}
+    problem = _describe(inputs.keys, causal, scale1, scale2, layout)
+    shape, _, dtype, index, _ = inputs.keys[0]
+    dkl_strides = _describe_rows(problem, shape[:-1], index, names, rows.keys)
+    shapes = dict(zip(INPUTS, inputs.keys, strict=True))
+    results = {"d" + name: (shapes[name][0], dtype) for name in wrt}
     if outputs:
-        alignment = ITEM_BYTES[first.dtype] if first.index == CPU else ALIGNMENT_BYTES
+        alignment = ITEM_BYTES[dtype] if index == CPU else ALIGNMENT_BYTES
         labels = {name: f"out[{position}]" for position, name in enumerate(outputs)}
-        others = {**inputs, "dkl": upstream, **_named("state", rows)}
+        others = inputs.operands(INPUTS) + rows.operands(_row_arguments(names))
         _check_outputs(outputs, labels, results, alignment, others)
-    if first.index == CPU:
+    if index == CPU:
         options = {"causal": causal, "scale1": scale1, "scale2": scale2, "layout": layout}
-        values = _refer_backward(upstream, inputs, rows, wrt, options, outputs)
+        values = _refer_backward(inputs.arrays, names, rows.arrays, wrt, options, outputs)
         return values if out is None else tuple(out)
 
-    library = cast(CudaLibrary, first.library)
-    with interop.under_device(first.index):
+    library = cast(CudaLibrary, inputs.library)
+    with interop.under_device(index):
         # Plan.
         prepared = prepare_backward(
             problem,
-            first.index,
+            index,
             env.force(),
             plan.current_override(),
             wrt,
@@ -311,20 +315,22 @@ def attention_kl_backward(
             deterministic,
             dkl_strides,
         )
-        stream = library.current_stream(first.index)
+        stream = library.current_stream(index)
         prepared.require_loaded(stream)
 
         # Launch.
-        buffers = {} if outputs else _allocate(library, results, first.index)
-        pointers = _pointers(buffers, inputs, rows, outputs)
-        pointers["dkl"] = upstream.pointer
-        _launch(prepared, pointers, library, first.index, stream)
+        pointers = NULL_POINTERS.copy()
+        pointers.update(zip(INPUTS, inputs.pointers, strict=True))
+        pointers.update(zip(names, rows.pointers, strict=True))
+        pointers.update({name: array.pointer for name, array in outputs.items()})
+        buffers = [] if outputs else _allocate(library, results, index, pointers)
+        _launch(prepared, pointers, library, index, stream)
 
         # Hand back.
         library.settle(stream)
         if out is not None:
             return tuple(out)
-        return tuple(library.hand_back(buffer) for buffer, _ in buffers.values())
+        return tuple([library.hand_back(buffer) for buffer in buffers])
 
 
 def warmup(
@@ -575,16 +581,13 @@ def _launch(
 
 @functools.lru_cache(maxsize=_REMEMBERED)
 def _describe(
-    q1: interop.Key,
-    k1: interop.Key,
-    q2: interop.Key,
-    k2: interop.Key,
+    keys: tuple[interop.Key, ...],
     causal: bool,
     scale1: float | None,
     scale2: float | None,
     layout: str,
 ) -> Problem:
-    operands = map(interop.operand_of, INPUTS, (q1, k1, q2, k2))
+    operands = map(interop.operand_of, INPUTS, keys)
     return describe(*operands, causal=causal, scale1=scale1, scale2=scale2, layout=layout)
 
 
@@ -593,28 +596,20 @@ def _describe_rows(
     problem: Problem,
     shape: tuple[int, ...],
     device_index: int,
-    dkl: interop.Key,
-    state: tuple[tuple[str, interop.Key], ...],
+    names: tuple[str, ...],
+    keys: tuple[interop.Key, ...],
 ) -> Strides:
-    """Check upstream gradient and state; return the strides of the former."""
+    """Check upstream gradient and state, in this order; return the strides of the former."""
     device = interop.device_of(device_index)
     check = functools.partial(check_rows, problem, shape=shape, device=device)
-    for name, key in state:
-        check(interop.operand_of(f"state.{name}", key), contiguous=True)
-    return check(interop.operand_of("dkl", dkl), contiguous=False)
+    dkl, *state = map(interop.operand_of, _row_arguments(names), keys)
+    for part in state:
+        check(part, contiguous=True)
+    return check(dkl, contiguous=False)
 
 
-def _take_inputs(q1: Any, k1: Any, q2: Any, k2: Any) -> dict[str, Array]:
-    first = interop.take("q1", q1)
-    return {
-        "q1": first,
-        "k1": interop.take("k1", k1, first),
-        "q2": interop.take("q2", q2, first),
-        "k2": interop.take("k2", k2, first),
-    }
-
-
-def _take_state(state: Any, first: Array) -> dict[str, Array]:
+def _take_rows(dkl: Any, state: Any, inputs: Group) -> tuple[tuple[str, ...], Group]:
+    """Upstream gradient and the parts of the state that there are, and what these are called."""
     if not isinstance(state, KLState):
         raise TypeError(
             message(
@@ -624,30 +619,39 @@ def _take_state(state: Any, first: Array) -> dict[str, Array]:
                 "pass the result of attention_kl(..., return_state=True) or KLState.from_lse(...)",
             )
         )
-    return _take_parts("state", state, first)
+    parts = _parts(state)
+    names = ("dkl", *parts)
+    return names, interop.take_all(_row_arguments(names), (dkl, *parts.values()), inputs)
 
 
-def _take_state_outputs(out: Any, return_state: bool, first: Array) -> dict[str, Array]:
+def _parts(state: KLState) -> dict[str, Any]:
+    parts = {"kl": state.kl, "lse1": state.lse1, "lse2": state.lse2}
+    # The low parts alone may be missing.
+    if state.lse1_low is not None:
+        parts["lse1_low"] = state.lse1_low
+    if state.lse2_low is not None:
+        parts["lse2_low"] = state.lse2_low
+    return parts
+
+
+@functools.cache
+def _row_arguments(names: tuple[str, ...]) -> tuple[str, ...]:
+    """What messages call the upstream gradient and the parts of the state."""
+    return (names[0], *(f"state.{name}" for name in names[1:]))
+
+
+def _take_state_outputs(out: Any, return_state: bool, inputs: Group) -> dict[str, Array]:
     if not return_state and not isinstance(out, KLState):
-        return {"kl": interop.take("out", out, first)}
+        return {"kl": interop.take("out", out, inputs)}
     if not return_state or not isinstance(out, KLState):
         expected = "a KLState with return_state=True" if return_state else "an array for kl"
         remedy = "allocate one" if return_state else "pass out.kl, or return_state=True as well"
         raise TypeError(message("out", expected, type(out).__name__, remedy))
-    return _take_parts("out", out, first)
+    parts = _parts(out).items()
+    return {name: interop.take(f"out.{name}", value, inputs) for name, value in parts}
 
 
-def _take_parts(argument: str, state: KLState, first: Array) -> dict[str, Array]:
-    parts = {}
-    for name in _STATE:
-        value = getattr(state, name)
-        # The low parts alone may be missing.
-        if value is not None or name in ("kl", "lse1", "lse2"):
-            parts[name] = interop.take(f"{argument}.{name}", value, first)
-    return parts
-
-
-def _take_gradient_outputs(out: Any, wrt: tuple[str, ...], first: Array) -> dict[str, Array]:
+def _take_gradient_outputs(out: Any, wrt: tuple[str, ...], inputs: Group) -> dict[str, Array]:
     expected = f"a tuple of {len(wrt)} arrays, in the order of wrt={wrt}"
     if not isinstance(out, tuple | list):
         remedy = "put the arrays into a tuple"
@@ -656,7 +660,7 @@ def _take_gradient_outputs(out: Any, wrt: tuple[str, ...], first: Array) -> dict
         remedy = "pass one array for each gradient"
         raise ValueError(message("out", expected, f"one of length {len(out)}", remedy))
     return {
-        f"d{name}": interop.take(f"out[{position}]", value, first)
+        f"d{name}": interop.take(f"out[{position}]", value, inputs)
         for position, (name, value) in enumerate(zip(wrt, out, strict=True))
     }
 
@@ -664,12 +668,11 @@ def _take_gradient_outputs(out: Any, wrt: tuple[str, ...], first: Array) -> dict
 def _check_outputs(
     outputs: Mapping[str, Array],
     labels: Mapping[str, str],
-    results: Mapping[str, tuple[tuple[int, ...], str]],
+    results: Results,
     alignment: int,
-    inputs: Mapping[str, Array],
+    inputs: list[Operand],
 ) -> None:
-    others = [array.operand(name) for name, array in inputs.items()]
-    device = inputs["q1"].device
+    device, others = inputs[0].device, [*inputs]
     for name, array in outputs.items():
         operand = array.operand(labels[name])
         shape, dtype = results[name]
@@ -679,49 +682,32 @@ def _check_outputs(
         others.append(operand)
 
 
-def _named(prefix: str, arrays: Mapping[str, Array]) -> dict[str, Array]:
-    return {f"{prefix}.{name}": array for name, array in arrays.items()}
-
-
 def _allocate(
-    library: CudaLibrary, results: Mapping[str, tuple[tuple[int, ...], str]], device_index: int
-) -> dict[str, tuple[Any, int]]:
-    """A buffer and its address for each result."""
-    return {
-        name: library.empty(shape, dtype, device_index) for name, (shape, dtype) in results.items()
-    }
-
-
-def _pointers(
-    buffers: Mapping[str, tuple[Any, int]], *arrays: Mapping[str, Array]
-) -> dict[str, int]:
-    """The address of everything a launch can ask for; 0 for what there is not."""
-    pointers = NULL_POINTERS.copy()
-    for group in arrays:
-        for name, array in group.items():
-            pointers[name] = array.pointer
-    for name, (_, pointer) in buffers.items():
-        pointers[name] = pointer
-    return pointers
+    library: CudaLibrary, results: Results, device_index: int, pointers: dict[str, int]
+) -> list[Any]:
+    """A buffer for each result; puts their addresses among the others."""
+    buffers = []
+    for name, (shape, dtype) in results.items():
+        buffer, pointers[name] = library.empty(shape, dtype, device_index)
+        buffers.append(buffer)
+    return buffers
 
 
 def _refer_forward(
-    inputs: Mapping[str, Array],
+    inputs: tuple[Array, ...],
     options: dict[str, Any],
     return_state: bool,
     outputs: Mapping[str, Array],
 ) -> Any:
     """`attention_kl` on the CPU, written to `outputs` if there are any."""
-    state = reference.attention_kl(
-        *(array.view for array in inputs.values()), **options, return_state=True
-    )
+    state = reference.attention_kl(*(array.view for array in inputs), **options, return_state=True)
     values = {"kl": state.kl, "lse1": state.lse1, "lse2": state.lse2}
     if outputs:
         for name, array in outputs.items():
             # In float64 nothing is missing from lse.
             array.view[...] = values.get(name, 0.0)
         return None
-    first = inputs["q1"]
+    first = inputs[0]
     library = cast(HostLibrary, first.library)
     results = {name: library.from_numpy(value, first) for name, value in values.items()}
     if not return_state:
@@ -735,23 +721,24 @@ def _refer_forward(
 
 
 def _refer_backward(
-    dkl: Array,
-    inputs: Mapping[str, Array],
-    rows: Mapping[str, Array],
+    inputs: tuple[Array, ...],
+    names: tuple[str, ...],
+    rows: tuple[Array, ...],
     wrt: tuple[str, ...],
     options: dict[str, Any],
     outputs: Mapping[str, Array],
 ) -> tuple[Any, ...]:
     """`attention_kl_backward` on the CPU, written to `outputs` if there are any."""
-    values = {name: array.view.astype(np.float64) for name, array in rows.items()}
+    values = {name: array.view.astype(np.float64) for name, array in zip(names, rows, strict=True)}
     state = reference.ReferenceState(
         values["kl"],
         values["lse1"] + values.get("lse1_low", 0.0),
         values["lse2"] + values.get("lse2_low", 0.0),
     )
-    views = {name: array.view for name, array in inputs.items()}
-    gradients = reference.attention_kl_backward(dkl.view, **views, state=state, wrt=wrt, **options)
-    first = inputs["q1"]
+    views = {name: array.view for name, array in zip(INPUTS, inputs, strict=True)}
+    dkl = rows[0].view
+    gradients = reference.attention_kl_backward(dkl, **views, state=state, wrt=wrt, **options)
+    first = inputs[0]
     library = cast(HostLibrary, first.library)
     results = []
     with np.errstate(over="ignore", invalid="ignore"):

@@ -20,11 +20,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 from streamkl_cupy import jit
 from streamkl_cupy.plan import KernelPlan
-from streamkl_cupy.tensor_map import MAP_BYTES, Tensor, encode
+from streamkl_cupy.tensor_map import MAP_ALIGNMENT, MAP_BYTES, Tensor, encode, move
 
 _WORD_BYTES = 8  # of an address
-_ALIGNMENT = 64  # of a tensor map, the strictest of all arguments
-_CUDA_ERROR_INVALID_CONTEXT = 201
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +73,28 @@ Step: TypeAlias = Kernel | Clear
 
 
 class _Block:
-    """Memory for the arguments of one launch of a chain."""
+    """Memory for the arguments of one launch of a chain.
 
-    __slots__ = ("address", "memory", "words")
+    Attributes
+    ----------
+    address
+        Where it begins.
+    words
+        The same, as unsigned integers of 64 bits.
+    mapped
+        The address that each tensor map in it says.
+    """
+
+    __slots__ = ("address", "mapped", "words")
 
     def __init__(self, template: bytes, inner: Iterable[tuple[int, int]]) -> None:
-        owner = bytearray(len(template) + _ALIGNMENT)
-        first = ctypes.addressof(ctypes.c_char.from_buffer(owner))
-        start = -first % _ALIGNMENT
+        memory = bytearray(len(template) + MAP_ALIGNMENT)
+        first = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        start = -first % MAP_ALIGNMENT
         self.address = first + start
-        self.memory = memoryview(owner)[start : start + len(template)]
-        self.memory[:] = template
-        self.words = self.memory.cast("Q")
+        memory[start : start + len(template)] = template
+        self.words = memoryview(memory)[start : start + len(template)].cast("Q")
+        self.mapped: dict[int, int] = {}
         for word, offset in inner:
             self.words[word] = self.address + offset
 
@@ -131,7 +139,7 @@ class Chain:
         # and words that hold the address of a place in the block itself.
         self._addresses: list[tuple[int, str, int]] = []
         self._workspace: list[tuple[int, int]] = []
-        self._maps: list[tuple[slice, str, Tensor]] = []
+        self._maps: list[tuple[int, str, Tensor]] = []
         self._inner: list[tuple[int, int]] = []
         self._places: list[int] = []  # of each step: where its run begins to read
         template = bytearray()
@@ -186,16 +194,24 @@ class Chain:
             block = self._blocks.pop()
         except IndexError:
             block = _Block(self._template, self._inner)
-        words, memory = block.words, block.memory
+        words, mapped = block.words, block.mapped
         for word, name, offset in self._addresses:
             words[word] = pointers[name] + offset
         for word, offset in self._workspace:
             words[word] = workspace + offset
-        for place, name, tensor in self._maps:
-            memory[place] = encode(tensor, pointers[name])
+        for offset, name, tensor in self._maps:
+            if mapped.get(offset) != pointers[name]:
+                self._write_map(block, offset, tensor, pointers[name])
         for run in runs:
             run(block, stream)
         self._blocks.append(block)
+
+    def _write_map(self, block: _Block, offset: int, tensor: Tensor, pointer: int) -> None:
+        if offset in block.mapped:
+            move(block.address + offset, pointer)
+        else:
+            encode(block.address + offset, tensor, pointer)
+        block.mapped[offset] = pointer
 
     def _place_address(self, template: bytearray, address: Address) -> int:
         """Append a word for an address; return its offset."""
@@ -227,10 +243,10 @@ class Chain:
 
     def _place_maps(self, template: bytearray, maps: tuple[Map, ...]) -> int:
         """Append tensor maps; return the offset of the first."""
-        template += bytes(-len(template) % _ALIGNMENT)
+        template += bytes(-len(template) % MAP_ALIGNMENT)
         offset = len(template)
         for name, tensor in maps:
-            self._maps.append((slice(len(template), len(template) + MAP_BYTES), name, tensor))
+            self._maps.append((len(template), name, tensor))
             template += bytes(MAP_BYTES)
         return offset
 

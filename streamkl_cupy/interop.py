@@ -23,8 +23,11 @@ returns. The others free on streams of their own: there the call waits for the k
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 import sys
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import ml_dtypes
@@ -35,6 +38,9 @@ from streamkl_cupy.problem import CPU_DTYPES, Device, Operand, message
 
 # Shape, strides, dtype, index of the device, and an address of the same alignment (0 for none).
 Key = tuple[tuple[int, ...], tuple[int, ...], str, int, int]
+
+# Shapes that are remembered.
+_REMEMBERED = 4096
 
 CPU = -1  # in the place of a CUDA device's index
 
@@ -47,6 +53,8 @@ _CUDA_ERROR_STREAM_CAPTURE_IMPLICIT = 906
 _NUMPY_DTYPES = {name: np.dtype(name) for name in ("float16", "float32", "float64", "uint8")}
 _NUMPY_DTYPES["bfloat16"] = np.dtype(ml_dtypes.bfloat16)
 
+# CuPy, from its first use in this process on.
+_cupy: Any = None
 # The process that first used CUDA. It does not survive a fork.
 _cuda_process: int | None = None
 
@@ -58,6 +66,14 @@ class Library(Protocol):
 
     def take(self, argument: str, value: Any) -> Array:
         """Look at an array; raise if its memory cannot be used as it is."""
+        ...
+
+    def recognise(self, names: tuple[str, ...], values: tuple[Any, ...]) -> Group | None:
+        """Look at several at once, if they are like those of an earlier call."""
+        ...
+
+    def remember(self, names: tuple[str, ...], group: Group) -> None:
+        """Recognise arrays like these from now on."""
         ...
 
 
@@ -98,10 +114,8 @@ class Array:
         The caller's own object.
     library
         The library it belongs to.
-    shape, strides, dtype, pointer, readonly
+    pointer, readonly
         As in `problem.Operand`.
-    index
-        Index of the CUDA device, or `CPU`.
     view
         On the CPU a NumPy array of the same memory. On CUDA whatever has to live as long as the
         address is used.
@@ -109,18 +123,7 @@ class Array:
         Hashable; equal for two arrays that make no difference to a `problem.Problem`.
     """
 
-    __slots__ = (
-        "dtype",
-        "index",
-        "key",
-        "library",
-        "pointer",
-        "readonly",
-        "shape",
-        "strides",
-        "value",
-        "view",
-    )
+    __slots__ = ("key", "library", "pointer", "readonly", "value", "view")
 
     def __init__(
         self,
@@ -136,15 +139,26 @@ class Array:
     ) -> None:
         self.value = value
         self.library = library
-        self.shape = shape
-        self.strides = strides
-        self.dtype = dtype
-        self.index = index
         self.pointer = pointer
         self.readonly = readonly
         self.view = view
         # Of the address only this counts: whether there is one, and how it is aligned.
         self.key: Key = (shape, strides, dtype, index, pointer and 16 + (pointer & 15))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Lengths of the axes."""
+        return self.key[0]
+
+    @property
+    def dtype(self) -> str:
+        """As `problem.Operand` spells it."""
+        return self.key[2]
+
+    @property
+    def index(self) -> int:
+        """Index of the CUDA device, or `CPU`."""
+        return self.key[3]
 
     @property
     def device(self) -> Device:
@@ -153,9 +167,52 @@ class Array:
 
     def operand(self, name: str) -> Operand:
         """Describe the array under the name of an argument."""
-        return Operand(
-            name, self.shape, self.strides, self.dtype, self.device, self.pointer, self.readonly
-        )
+        shape, strides, dtype, index, _ = self.key
+        return Operand(name, shape, strides, dtype, device_of(index), self.pointer, self.readonly)
+
+
+class Group:
+    """Several arrays of one library.
+
+    Attributes
+    ----------
+    library
+        The library.
+    keys
+        Of each array, as in `Array`. The same object again where they have been recognised.
+    pointers
+        Address of each.
+    arrays
+        The arrays themselves; none where they have been recognised, which happens on CUDA only.
+    """
+
+    __slots__ = ("arrays", "keys", "library", "pointers")
+
+    def __init__(
+        self,
+        library: Library,
+        keys: tuple[Key, ...],
+        pointers: tuple[int, ...],
+        arrays: tuple[Array, ...] = (),
+    ) -> None:
+        self.library = library
+        self.keys = keys
+        self.pointers = pointers
+        self.arrays = arrays
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Lengths of the axes of the first array."""
+        return self.keys[0][0]
+
+    def operands(self, names: Iterable[str]) -> list[Operand]:
+        """Describe the arrays under the names of arguments."""
+        return [
+            Operand(name, shape, strides, dtype, device_of(index), pointer)
+            for name, (shape, strides, dtype, index, _), pointer in zip(
+                names, self.keys, self.pointers, strict=True
+            )
+        ]
 
 
 def operand_of(name: str, key: Key) -> Operand:
@@ -164,7 +221,7 @@ def operand_of(name: str, key: Key) -> Operand:
     return Operand(name, shape, strides, dtype, device_of(index), alignment)
 
 
-def take(argument: str, value: Any, like: Array | None = None) -> Array:
+def take(argument: str, value: Any, like: Array | Group | None = None) -> Array:
     """Look at an array of the caller. No data is read or copied.
 
     Parameters
@@ -209,6 +266,49 @@ def take(argument: str, value: Any, like: Array | None = None) -> Array:
     return library.take(argument, value)
 
 
+def take_all(names: tuple[str, ...], values: tuple[Any, ...], like: Group | None = None) -> Group:
+    """Look at several arrays of one library.
+
+    Parameters
+    ----------
+    names
+        Their names in messages.
+    values
+        The arrays.
+    like
+        As `take`; by default the first of them.
+
+    Returns
+    -------
+    Group
+        What `take` says of each.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `take`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> take_all(("q1", "k1"), (np.zeros((4, 8)), np.zeros((5, 8)))).shape
+    (4, 8)
+    """
+    library = _libraries.get(type(values[0]))
+    if library is not None and (like is None or library is like.library):
+        group = library.recognise(names, values)
+        if group is not None:
+            return group
+    arrays: list[Array] = []
+    for name, value in zip(names, values, strict=True):
+        arrays.append(take(name, value, like or (arrays[0] if arrays else None)))
+    keys = tuple([array.key for array in arrays])
+    pointers = tuple([array.pointer for array in arrays])
+    group = Group(arrays[0].library, keys, pointers, tuple(arrays))
+    group.library.remember(names, group)
+    return group
+
+
 def device_of(index: int) -> Device:
     """Name the device whose index is as in `Array`."""
     return Device("cpu") if index == CPU else Device("cuda", index)
@@ -229,7 +329,11 @@ def cupy() -> Any:
     RuntimeError
         In a process that was forked after CUDA had been used.
     """
-    global _cuda_process
+    return _cupy or _import_cupy()
+
+
+def _import_cupy() -> Any:
+    global _cupy, _cuda_process
     process = os.getpid()
     if _cuda_process is None:
         _cuda_process = process
@@ -246,12 +350,40 @@ def cupy() -> Any:
             "arrays on a GPU need CuPy, which cannot be imported; install streamkl-cupy[cu13] "
             "(CUDA 13) or streamkl-cupy[cu12] (CUDA 12)."
         ) from error
+    _cupy = module
     return module
 
 
-def under_device(index: int) -> Any:
-    """Make a CUDA device the current one for the length of a ``with`` block."""
-    return cupy().cuda.Device(index)
+def _after_fork() -> None:
+    """In a forked child: look at the process again before CuPy is used."""
+    global _cupy
+    _cupy = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+class under_device:
+    """Make a CUDA device the current one for the length of a ``with`` block.
+
+    Unlike ``cupy.cuda.Device`` it makes the device's context current even in a thread that has not
+    used CUDA yet: the runtime would wait for its first call, and the driver does not wait.
+    """
+
+    __slots__ = ("_index", "_previous", "_runtime")
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def __enter__(self) -> None:
+        runtime = self._runtime = cupy().cuda.runtime
+        self._previous = runtime.getDevice()
+        runtime.setDevice(self._index)
+
+    def __exit__(self, *_: object) -> None:
+        if self._previous != self._index:
+            self._runtime.setDevice(self._previous)
 
 
 def current_device() -> int:
@@ -272,7 +404,17 @@ def is_capturing(stream: int) -> bool:
         raise
 
 
-class _NumPy:
+class _Forgetful:
+    """Libraries whose arrays are looked at one by one."""
+
+    def recognise(self, names: tuple[str, ...], values: tuple[Any, ...]) -> Group | None:
+        return None
+
+    def remember(self, names: tuple[str, ...], group: Group) -> None:
+        pass
+
+
+class _NumPy(_Forgetful):
     name = "numpy"
 
     def take(self, argument: str, value: Any) -> Array:
@@ -292,7 +434,7 @@ class _NumPy:
         return values
 
 
-class _CuPy:
+class _CuPy(_Forgetful):
     name = "cupy"
 
     def take(self, argument: str, value: Any) -> Array:
@@ -396,19 +538,22 @@ class _Torch:
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
-        self._strided = torch.strided
-        self._is_grad_enabled = torch.is_grad_enabled
         self._forward_ad = torch.autograd.forward_ad
         self._names: dict[Any, str] = {}  # dtype of torch -> name
         self._dtypes = {name: getattr(torch, name) for name in _NUMPY_DTYPES}
+        # What the code of torch.compile looks at tensors by, all at once and in less time than one
+        # of them takes otherwise; and what it allocates by, on the current device, where
+        # torch.empty would look at its options for as long as a launch takes.
+        self._guards = torch._C._dynamo.guards
+        self._empty_strided = self._guards._empty_strided_cuda
+        # A guard, and the keys of what it lets pass.
+        self._seen: dict[tuple[Any, ...], tuple[Any, tuple[Key, ...]]] = {}
 
     def take(self, argument: str, value: Any) -> Array:
-        if value.requires_grad and self._is_grad_enabled():
+        if value.requires_grad and self._torch.is_grad_enabled():
             raise TypeError(_lost_gradient(argument, "one that requires grad"))
         if self._forward_ad._current_level >= 0 and self._has_tangent(value):
             raise TypeError(_lost_gradient(argument, "one with a forward-mode tangent"))
-        if value.layout is not self._strided:
-            raise _not_dense(argument, f"one of layout {value.layout}")
         # Conjugation is as lazy as negation, but then the dtype is complex and refused as such.
         if value.is_neg():
             raise TypeError(
@@ -419,6 +564,8 @@ class _Torch:
                     "pass value.resolve_neg() of it",
                 )
             )
+        if value.layout is not self._torch.strided:
+            raise _not_dense(argument, f"one of layout {value.layout}")
         dtype = self._names.get(value.dtype) or self._name(value.dtype)
         view = None
         if value.is_cuda:
@@ -437,18 +584,50 @@ class _Torch:
             raise _wrapped_tensor(argument, "one without (inside torch.func?)") from error
         return Array(value, self, shape, strides, dtype, index, pointer, False, view)
 
+    def recognise(self, names: tuple[str, ...], values: tuple[Any, ...]) -> Group | None:
+        first = values[0]
+        try:
+            seen = self._seen.get((names, first.shape, first.device))
+        except RuntimeError:  # a nested tensor has no shape
+            return None
+        # No guard asks for tangents.
+        if seen is None or self._forward_ad._current_level >= 0:
+            return None
+        guard, keys = seen
+        if not guard.check(*values):
+            return None
+        pointers = tuple([value.data_ptr() for value in values])
+        return Group(self, keys, pointers) if _are_aligned(pointers) else None
+
+    def remember(self, names: tuple[str, ...], group: Group) -> None:
+        values = [array.value for array in group.arrays]
+        # A guard asks whether gradients are required, and not whether they are enabled.
+        if group.keys[0][3] == CPU or any(value.requires_grad for value in values):
+            return
+        if not _are_aligned(group.pointers):
+            return
+        if len(self._seen) >= _REMEMBERED:
+            self._seen.clear()
+        guard = self._guards.TensorGuards(
+            *values,
+            dynamic_dims_sizes=[list(value.shape) for value in values],
+            dynamic_dims_strides=[list(value.stride()) for value in values],
+        )
+        self._seen[names, values[0].shape, values[0].device] = guard, group.keys
+
     def from_numpy(self, values: NDArray[Any], like: Array) -> Any:
         if values.dtype == _NUMPY_DTYPES["bfloat16"]:
             return self._torch.from_numpy(values.view(np.int16)).view(self._torch.bfloat16)
         return self._torch.from_numpy(values)
 
     def current_stream(self, index: int) -> int:
-        stream: int = self._torch.cuda.current_stream(index).cuda_stream
+        # torch.cuda.current_stream makes an object of it first, as slowly as a launch.
+        stream: int = self._torch._C._cuda_getCurrentRawStream(index)
         return stream
 
     def empty(self, shape: tuple[int, ...], dtype: str, index: int) -> tuple[Any, int]:
         # torch alone can allocate inside torch.cuda.graph, and knows the memory as its own.
-        buffer = self._torch.empty(shape, dtype=self._dtypes[dtype], device=index)
+        buffer = self._empty_strided(shape, _contiguous_strides(shape), self._dtypes[dtype])
         return buffer, buffer.data_ptr()
 
     def settle(self, stream: int) -> None:
@@ -566,6 +745,20 @@ def _element_strides(argument: str, value: Any) -> tuple[int, ...]:
             )
         strides.append(stride // item_bytes)
     return tuple(strides)
+
+
+def _are_aligned(pointers: tuple[int, ...]) -> bool:
+    """Whether all are addresses, and multiples of 16: what the keys of remembered arrays say."""
+    return all(pointers) and not functools.reduce(operator.or_, pointers) & 15
+
+
+@functools.lru_cache(maxsize=_REMEMBERED)
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
 
 
 def _lost_gradient(argument: str, got: str) -> str:

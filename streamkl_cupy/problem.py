@@ -470,7 +470,11 @@ def check_wrt(wrt: Any) -> tuple[str, ...]:
     if isinstance(wrt, str) or not isinstance(wrt, Iterable):
         raise TypeError(message("wrt", f"a tuple of {expected}", _spell(wrt), remedy))
     names = tuple(wrt)
-    if not all(isinstance(name, str) for name in names) or names not in _WRT:
+    try:
+        is_known = names in _WRT
+    except TypeError:  # what cannot be hashed is no name
+        is_known = False
+    if not is_known:
         raise ValueError(message("wrt", expected, _spell(wrt), remedy))
     return names
 

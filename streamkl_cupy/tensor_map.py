@@ -1,8 +1,7 @@
 """TMA descriptors: what the copy engine of Hopper needs to know of a tensor.
 
-The only place that calls the driver by itself. A descriptor is 128 bytes that the driver fills in.
-It depends on an address and on nothing that lies there, so one that has been encoded stays right
-whoever owns the memory by now.
+The only place that calls the driver by itself. A descriptor is 128 bytes that the driver fills in:
+it takes a few microseconds to encode one, and half of one to move it to another address.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import Any
 from streamkl_cupy.problem import Strides
 
 MAP_BYTES = 128
+MAP_ALIGNMENT = 64
 PANEL_COLUMNS = 64  # of 2 bytes: the 128 bytes that the swizzle permutes
 
 # Enumerations of cuda.h.
@@ -22,7 +22,6 @@ _INTERLEAVE_NONE = 0
 _SWIZZLE_128B = 3
 _L2_PROMOTION_256B = 3
 _OUT_OF_BOUNDS_ZERO = 0
-_NO_CONTEXT = 201
 
 
 class TensorMapError(RuntimeError):
@@ -86,45 +85,54 @@ class Tensor:
         )
 
 
-@functools.lru_cache(maxsize=4096)
-def encode(tensor: Tensor, pointer: int) -> bytes:
-    """Encode the descriptor of a tensor at an address. The latest ones are kept.
+def encode(place: int, tensor: Tensor, pointer: int) -> None:
+    """Write the descriptor of a tensor. A CUDA device must be current in this thread.
 
     Parameters
     ----------
+    place
+        Where to write 128 bytes on the host: an address that is a multiple of 64.
     tensor
-        What the descriptor says of the tensor; told apart by identity.
+        What the descriptor says of the tensor.
     pointer
         Address of the first element, a multiple of 16.
-
-    Returns
-    -------
-    bytes
-        128 of them, opaque.
 
     Raises
     ------
     TensorMapError
         The driver refused it.
     """
-    buffer = (ctypes.c_char * (MAP_BYTES + 64))()
-    address = -(-ctypes.addressof(buffer) // 64) * 64
     before, after = tensor.arguments
-    arguments = (ctypes.c_void_p(address), *before, ctypes.c_void_p(pointer), *after)
-    code = _driver()(*arguments)
-    if code == _NO_CONTEXT:
-        # The first use of CUDA in this thread: the runtime makes the context current, the driver
-        # only asks for it.
-        import cupy
-
-        cupy.cuda.runtime.setDevice(cupy.cuda.runtime.getDevice())
-        code = _driver()(*arguments)
+    encode_tiled, _ = _driver()
+    code = encode_tiled(ctypes.c_void_p(place), *before, ctypes.c_void_p(pointer), *after)
     if code != 0:
         raise TensorMapError(f"cuTensorMapEncodeTiled: error {code} for {tensor.text}")
-    return ctypes.string_at(address, MAP_BYTES)
+
+
+def move(place: int, pointer: int) -> None:
+    """Make a descriptor that `encode` has written say another address, and nothing else.
+
+    Parameters
+    ----------
+    place
+        Where it is.
+    pointer
+        Address of the first element from now on, a multiple of 16.
+
+    Raises
+    ------
+    TensorMapError
+        The driver refused it.
+    """
+    _, replace_address = _driver()
+    code = replace_address(place, pointer)
+    if code != 0:
+        raise TensorMapError(f"cuTensorMapReplaceAddress: error {code} for address {pointer:#x}")
 
 
 @functools.cache
-def _driver() -> Any:
-    name = "nvcuda.dll" if hasattr(ctypes, "WinDLL") else "libcuda.so.1"
-    return ctypes.CDLL(name).cuTensorMapEncodeTiled
+def _driver() -> tuple[Any, Any]:
+    library = ctypes.CDLL("nvcuda.dll" if hasattr(ctypes, "WinDLL") else "libcuda.so.1")
+    replace_address = library.cuTensorMapReplaceAddress
+    replace_address.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    return library.cuTensorMapEncodeTiled, replace_address

@@ -7,9 +7,11 @@ have had their turn.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import struct
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -60,19 +62,22 @@ class Cleared:
 
 
 class Driver:
-    """Put in the place of CuPy, of the compiler and of ``cuTensorMapEncodeTiled``."""
+    """Put in the place of CuPy, of the compiler and of what encodes tensor maps."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[Launched | Cleared] = []
         self.loaded: list[tuple[str, int]] = []
         self.encoded: list[int] = []
+        self.moved: list[int] = []
+        self.codes: Iterator[int] = itertools.repeat(0)  # what moves return
+        self.sizes: dict[str, tuple[int, ...]] = {}  # of the arguments of kernels of a test
         cuda = SimpleNamespace(
-            driver=SimpleNamespace(launchKernel=self.launch_kernel),
+            driver=SimpleNamespace(launchKernel=lambda *arguments: self.launch_kernel(*arguments)),
             runtime=SimpleNamespace(memsetAsync=self.memset),
         )
         monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
         monkeypatch.setattr(jit, "function", self.function)
-        monkeypatch.setattr(tensor_map, "_driver", lambda: self.encode)
+        monkeypatch.setattr(tensor_map, "_driver", lambda: (self.encode, self.move))
 
     def function(
         self, kernel: str, template: Any, arch: str, device_index: int, *, shared_memory: int
@@ -80,18 +85,14 @@ class Driver:
         self.loaded.append((kernel, device_index))
         return SimpleNamespace(ptr=len(self.loaded))
 
-    def launch_kernel(
-        self,
-        function: int,
-        *extent: int,
-    ) -> None:
+    def launch_kernel(self, function: int, *extent: int) -> None:
         grid, grid_y, grid_z, block, block_y, block_z, *rest = extent
         shared_memory, stream, arguments, extra = rest
         assert (grid_y, grid_z, block_y, block_z, extra) == (1, 1, 1, 1, 0)
         kernel, device_index = self.loaded[function - 1]
         time.sleep(0)
         values = []
-        for position, size in enumerate(argument_sizes(kernel)):
+        for position, size in enumerate(self.sizes.get(kernel) or argument_sizes(kernel)):
             place = ctypes.c_uint64.from_address(arguments + 8 * position).value
             assert place % 8 == 0
             values.append(ctypes.string_at(place, size))
@@ -107,10 +108,15 @@ class Driver:
         sizes, strides, box, *_ = rest
         assert rank == len(sizes) == len(box)
         packed = _MAP.pack(pointer.value, *sizes, *strides, box[1])
-        ctypes.memset(buffer, 0, tensor_map.MAP_BYTES)
-        ctypes.memmove(buffer, packed, len(packed))
+        assert buffer.value % tensor_map.MAP_ALIGNMENT == 0
+        ctypes.memmove(buffer, packed.ljust(tensor_map.MAP_BYTES, b"\0"), tensor_map.MAP_BYTES)
         self.encoded.append(pointer.value)
         return 0
+
+    def move(self, place: int, pointer: int) -> int:
+        ctypes.c_uint64.from_address(place).value = pointer
+        self.moved.append(pointer)
+        return next(self.codes)
 
 
 def argument_sizes(kernel: str) -> tuple[int, ...]:

@@ -44,7 +44,7 @@ class CardArray:
         self.index = index
 
 
-class CardLibrary:
+class CardLibrary(interop._Forgetful):
     """A library whose arrays are all "on the card"."""
 
     name = "card"

@@ -759,6 +759,7 @@ def test_a_library_without_a_namespace() -> None:
 def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setattr(interop, "_cuda_process", None)
+    monkeypatch.setattr(interop, "_cupy", None)
     raises(
         ImportError,
         "arrays on a GPU need CuPy, which cannot be imported; install streamkl-cupy[cu13] "
@@ -769,7 +770,9 @@ def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_after_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interop, "_cuda_process", 7)
+    monkeypatch.setattr(interop, "_cupy", object())
     monkeypatch.setattr("os.getpid", lambda: 8)
+    interop._after_fork()
     raises(
         RuntimeError,
         "CUDA was first used in process 7, from which this process, 8, was forked, and CUDA does "
