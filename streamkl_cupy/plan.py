@@ -990,7 +990,7 @@ def backward_candidates(
     own = planned(NO_CHOICE)
     is_fused = any(side.fused is not None for side in own.sides)
     found = {own: Choice(strategy="fused" if is_fused else "separate")}
-    for strategy in ("fused", "separate"):
+    for strategy in ("separate", "fused"):
         base = Choice(strategy=strategy)
         found.setdefault(planned(base), base)
         for side in planned(base).sides:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -159,8 +160,9 @@ def sweep(
     )
     times |= trial.screen(item for group in by_speed[:SPLIT_TILES] for item in group[1:])
 
-    finalists = [own_choice, *sorted(times, key=times.__getitem__)[:FINALISTS]]
-    together = combined(finalists)
+    screened = sorted(times, key=times.__getitem__)
+    finalists = [own_choice, *screened[:FINALISTS]]
+    together = combined(screened)
     if together is not None:
         chosen = under(together, subject.planned)()
         if trial.admit(chosen, together).status == "slow":
@@ -211,6 +213,7 @@ class _Trial:
         self._stopwatch = stopwatch
         self._refused = refused
         self._say = say
+        self._fastest_ms = math.inf
 
     def admit(self, chosen: Plan, choice: plan.Choice) -> Tried:
         """Check a candidate once; it counts as slow until it is timed."""
@@ -234,7 +237,8 @@ class _Trial:
         right = [item[1] for item in items if self.admit(*item).status == "slow"]
         calls = {one: under(one, self._subject.call) for one in right}
         once = {one: self._stopwatch(call, 1) for one, call in calls.items()}
-        hopeful = [one for one in right if once[one] <= HOPELESS * min(once.values())]
+        self._fastest_ms = min(self._fastest_ms, *once.values(), math.inf)
+        hopeful = [one for one in right if once[one] <= HOPELESS * self._fastest_ms]
         timings = timing.measure(
             {str(place): calls[one] for place, one in enumerate(hopeful)},
             self._stopwatch,
