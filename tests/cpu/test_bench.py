@@ -657,14 +657,22 @@ def _with(outputs, index, value):
     return outputs
 
 
-def _run(entries, yardstick=None):
+def _run(entries, yardstick=None, to_reach=()):
     from bench.runner import run_case
 
     def watch(call, count):
         call()
         return 2.0 * count
 
-    return run_case("full", entries, watch, rounds=2, yardstick=yardstick)
+    return run_case(
+        "full",
+        entries,
+        watch,
+        rounds=2,
+        yardstick=yardstick,
+        to_reach=to_reach,
+        pause=no_pause,
+    )
 
 
 def test_only_right_results_get_a_figure(case):
@@ -738,3 +746,120 @@ def test_the_unit_of_a_case_decides_what_a_forward_counts(torch):
     assert Case(workload, "cpu").forward_work == Work(workload.forward_flops, "TFLOP/s")
     by_bytes = Case(workload, "cpu", unit="TB/s").forward_work
     assert by_bytes == Work(workload.forward_bytes, "TB/s")
+
+
+def test_kept_distributions_give_the_right_gradients(torch, monkeypatch):
+    from bench.case import Case
+    from bench.runner import is_right
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    (entry,) = peers.backward_entries(["kept"], Case(CASES["square"], "cpu"))
+    contender = entry.make()
+    assert is_right(contender.check(contender.call()), contender.tolerances)
+    for name in ("causal", "setting 2", "shared keys"):
+        (entry,) = peers.backward_entries(["kept"], Case(CASES[name], "cpu"))
+        with pytest.raises(SkipError):
+            entry.make()
+
+
+def test_bars_come_with_the_rows(case):
+    half = Work(case.forward_work.amount / 2, "TFLOP/s")
+    to_reach = [Bar("ours", ("stick",), "stick", 2.5), Bar("ours", ("wrong",), "wrong", 1.0)]
+    rows = _run(
+        [
+            _entry(case, "ours", lambda outputs: outputs),
+            _entry(case, "stick", lambda outputs: outputs, work=half),
+            _entry(case, "wrong", lambda outputs: _with(outputs, (0, 0), 7.0)),
+        ],
+        to_reach=to_reach,
+    )
+    assert rows[0]["bars"] == [
+        {"against": "stick", "least": 2.5, "reached": pytest.approx(2.0), "met": False},
+        {"against": "wrong", "least": 1.0, "reached": None, "met": None},
+    ]
+    assert "bars" not in rows[1]
+
+
+def _options(*words):
+    return command_line.parser().parse_args(words)
+
+
+def _chosen(*words):
+    from bench import commands
+
+    custom = (("ours",), ("cudnn",), "cudnn")
+    return commands._specs(_options(*words), cases.forward(), SQUARE, *custom)
+
+
+def test_options_choose_among_the_cases(torch):
+    assert _chosen("forward") == cases.forward()
+    causal = _chosen("forward", "--causal", "causal")
+    assert len(causal) == 4
+    assert all(spec.workload.causal for spec in causal)
+    assert _chosen("forward", "--quick") == cases.quick(cases.forward())
+    (spec,) = _chosen("forward", "--d", "96", "--causal", "full")
+    assert spec.workload == replace(SQUARE, head_dim1=96, head_dim2=96)
+    assert (spec.peers, spec.bars) == (("cudnn",), ())
+    alone = _chosen("forward", "--peers", "cudnn")
+    assert {spec.peers for spec in alone} == {("cudnn",)}
+    assert {bar.title for spec in alone for bar in spec.bars} == {"cuDNN attention"}
+
+
+def test_problems_with_two_head_dims_are_held_against_square_ones(torch):
+    from bench import commands
+
+    rates = {"d = 128, N = 16K, full": 600.0, "d = 64, N = 16K, full": 400.0}
+    rates |= {"d1 = 192, d2 = 64": 540.0, "d1 = 128, d2 = 32": 404.0}
+    # Other lengths and masks do not count.
+    rates |= dict.fromkeys(("d = 128, N = 64K, full", "d = 256, N = 16K, causal"), 1e6)
+    specs = cases.forward()
+    rows = [{"case": spec.label, "entry": "ours", "rate": rates.get(spec.label)} for spec in specs]
+    commands._interpolate(specs, rows, lambda shape: shape.forward_dim)
+    found = {row["case"]: row["bars"][0] for row in rows if "bars" in row}
+    assert {label: (bar["reached"], bar["met"]) for label, bar in found.items()} == {
+        "d1 = 192, d2 = 64": (pytest.approx(0.9), True),
+        "d1 = 128, d2 = 32": (pytest.approx(404 / 450), False),
+    }
+
+
+def test_a_bar_beside_the_splits_is_one_beside_each(torch):
+    from bench import commands
+
+    bar = Bar("ours", ("ours, no split", cases.SPLITS), "others")
+    names = ("ours", "ours, no split", "ours, 2 splits", "ours, 9 splits")
+    assert commands._expanded(bar, names).against == names[1:]
+
+
+def test_the_table_of_a_sweep(torch):
+    from bench import tuning
+    from streamkl_cupy import plan, tune
+
+    spec = cases.tune_forward()[0]
+    task = tuning.task_of(spec, "forward")
+    (pair,) = [spec for spec in cases.tune_backward() if spec.ours == (cases.SEPARATE,)]
+    assert tuning.task_of(pair, "backward").deterministic
+    assert tuning.task_of(cases.tune_backward()[2], "backward").wrt == ("q1", "k1")
+
+    (own_plan, own_choice), (plan_, choice), *_ = task.candidates(
+        plan.device_facts("sm_90a")
+    ).items()
+    own = tune.Tried(own_plan, own_choice, "ok", timing=Timing((2.2, 2.2), 1))
+    best = tune.Tried(plan_, choice, "ok", timing=Timing((2.0, 2.0), 1))
+    wrong = tune.Tried(plan_, choice, "wrong", "errors")
+    refused = tune.Tried(plan_, choice, "refused", "8 bytes of spills")
+    slow = tune.Tried(plan_, choice, "slow")
+    swept = tune.Swept(own, best, (best, own, wrong, refused, slow), 1.1)
+    rows = tuning.rows_of("case", swept)
+    assert [(row["mark"], row["status"]) for row in rows] == [
+        ("best", "ok"),
+        ("plan", "ok"),
+        ("", "wrong"),
+        ("", "skipped"),
+    ]
+    assert rows[1]["behind"] == pytest.approx(1.1)
+    assert "takes 1.100 times the best, beyond the noise. 1 slower" in tuning.note_of("c", swept)
+    same = replace(swept, best=own, gain=1.0)
+    assert "the plan's choice is the best" in tuning.note_of("c", same)
+    made = report.Report("tune_forward", "Title", tuning.COLUMNS, rows)
+    assert made.failed
+    assert "1.100" in made.markdown()
