@@ -188,15 +188,19 @@ def backward() -> tuple[Spec, ...]:
 def small_q() -> tuple[Spec, ...]:
     """Few queries on many keys, beside the bandwidth; and more of them, split and whole."""
     specs = []
-    for num_queries in (1, 16, 64):
-        bar = _beside(AUTO, 0.88, "read", "read-only bandwidth")
+    bar = _beside(AUTO, 0.88, "read", "read-only bandwidth")
+    for num_queries, entries, peers in (
+        (1, (AUTO, WHOLE, UNSHARED), ("triton", "eager", "copy", "read")),
+        (16, (AUTO, WHOLE), ("triton", "read")),
+        (64, (AUTO, WHOLE), ("read",)),
+    ):
         specs.append(
             Spec(
                 f"N_Q = {num_queries}",
                 replace(SMALL_Q, num_queries=num_queries),
-                (AUTO, WHOLE, UNSHARED),
-                ("triton", "eager", "copy", "read"),
-                (bar,) if num_queries < 64 else (replace(bar, least=None),),
+                entries,
+                peers,
+                (replace(bar, least=None) if num_queries > 16 else bar,),
                 unit="TB/s",
                 yardstick="read",
             )
@@ -207,7 +211,7 @@ def small_q() -> tuple[Spec, ...]:
             replace(SMALL_Q, heads=8 * SMALL_Q.heads, group=8),
             (AUTO,),
             ("read",),
-            (_beside(AUTO, 0.88, "read", "read-only bandwidth"),),
+            (bar,),
             unit="TB/s",
             yardstick="read",
         )

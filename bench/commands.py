@@ -127,13 +127,15 @@ def small_q(options: argparse.Namespace, say: Say) -> Report:
         entries = _forward_entries(case, spec)
         timed = _timed(spec, [*entries, *peers.forward_entries(spec.peers, case)], options, say)
         gains = {row["entry"]: row.get("median_ms") for row in timed}
-        own, whole, unshared = (gains.get(name) for name in cases.small_q()[0].ours)
-        if own and whole and unshared:
-            timed[0]["split_gain"], timed[0]["sharing_gain"] = whole / own, unshared / own
+        own, whole = gains.get(cases.AUTO), gains.get(cases.WHOLE)
+        if own and whole:
             notes.append(
-                f"{spec.label}: {whole / own:.1f} times as fast as with one block a row of tiles, "
-                f"{unshared / own:.1f} times as fast as with keys shared by neither blocks nor "
-                "warps."
+                f"{spec.label}: {whole / own:.1f} times as fast as with one block a row of tiles."
+            )
+        if own and (unshared := gains.get(cases.UNSHARED)):
+            notes.append(
+                f"{spec.label}: {unshared / own:.1f} times as fast as with keys shared by neither "
+                "blocks nor warps."
             )
         rows += timed
         del case, entries
