@@ -873,6 +873,7 @@ def shape_of(problem: Problem) -> tuple[int, int, int]:
 
 def _tuned(problem: Problem, device: DeviceFacts, of: ProblemClass) -> Choice:
     """What was measured for this very shape, or else for one of its class."""
+    # Nothing is measured with rows off 16 bytes, whose loads are guarded.
     alike = [one for one in device.tuned if one.problem_class == of] if problem.aligned else []
     for one in alike:
         if one.shape == shape_of(problem):
