@@ -23,6 +23,8 @@ from .report import RESULTS, Report, environment
 from .timing import CardMonitor
 from .workloads import ITEM_BYTES
 
+# Of a sweep.
+LIMIT_SECONDS = 90
 # Of the tables where there is no terminal to fit them into.
 _FILE_WIDTH = 200
 _HELP = {
@@ -56,6 +58,13 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument("direction", choices=("forward", "backward"))
             command.add_argument(
                 "--deterministic", action="store_true", help="of a shape of your own: the pair"
+            )
+            command.add_argument(
+                "--limit",
+                type=_count,
+                default=LIMIT_SECONDS,
+                metavar="SECONDS",
+                help="for all shapes together (default: %(default)s)",
             )
         command.add_argument("--bh", type=_count, help="batch times heads")
         command.add_argument("--n", type=_count, help="length of queries and keys")

@@ -153,7 +153,9 @@ def tune(options: argparse.Namespace, say: Say) -> Report:
     chosen = {"forward": cases.tune_forward, "backward": cases.tune_backward}[options.direction]()
     entry = "ours, separate" if options.deterministic else "ours"
     specs = _specs(options, chosen, workloads.SQUARE, (entry,), (), "")
-    return tuning.run(options.direction, specs, rounds=_rounds(options), say=say)
+    return tuning.run(
+        options.direction, specs, rounds=_rounds(options), seconds=options.limit, say=say
+    )
 
 
 def overhead(options: argparse.Namespace, say: Say) -> Report:

@@ -5,7 +5,7 @@ Every candidate is held against float64 before it is timed, like everything in t
 
 from __future__ import annotations
 
-import itertools
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -63,7 +63,7 @@ class CaseSubject:
         return "" if is_right(errors, tolerances) else f"errors {errors}"
 
 
-def run(direction: str, specs: Sequence[Spec], *, rounds: int, say: Say) -> Report:
+def run(direction: str, specs: Sequence[Spec], *, rounds: int, seconds: float, say: Say) -> Report:
     """Sweep the cases; a table of the best and of the plan's own for each.
 
     Parameters
@@ -74,28 +74,30 @@ def run(direction: str, specs: Sequence[Spec], *, rounds: int, say: Say) -> Repo
         The cases.
     rounds
         Rounds that decide.
+    seconds
+        How long all may take; each case has its share of what is left.
     say
         Told what is going on.
     """
+    deadline = time.monotonic() + seconds
     facts = replace(launch.device_facts(torch.cuda.current_device()), tuned=())
     tasks = {spec.label: task_of(spec, direction) for spec in specs}
     candidates = {label: task.candidates(facts) for label, task in tasks.items()}
-    kernels = tune.kernels_of(made for found in candidates.values() for made in found)
-    done = itertools.count(1)
-    refused = tune.compile_kernels(
-        kernels,
+    refused = tune.compile_candidates(
+        candidates.values(),
         facts.arch,
-        on_step=lambda name: say(f"tune: compiled {next(done)} of {len(kernels)}"),
+        seconds=tune.COMPILE_SHARE * seconds,
+        say=lambda text: say(f"tune: {text}"),
     )
     stopwatch = event_stopwatch()
     rows: list[Row] = []
     notes = [
-        f"{len(kernels)} kernels, of which {len(refused)} do not compile or spill registers. All "
-        "others were checked against float64; the fastest and the plan's own took "
+        f"{len(refused)} kernels do not compile, spill registers or found no time. All others were "
+        "checked against float64 before they were timed; the fastest and the plan's own took "
         f"turns in {rounds} rounds, each turn of {timing.ROUND_MS:.0f} ms after "
         f"{timing.PAUSE_MS:.0f} ms of rest.",
     ]
-    for spec in specs:
+    for index, spec in enumerate(specs):
         task = tasks[spec.label]
         swept = tune.sweep(
             candidates[spec.label],
@@ -103,6 +105,7 @@ def run(direction: str, specs: Sequence[Spec], *, rounds: int, say: Say) -> Repo
             stopwatch,
             refused=refused,
             rounds=rounds,
+            seconds=tune.share_of(deadline, len(specs) - index),
             say=lambda text, label=spec.label: say(f"{label}: {text}"),
         )
         rows += rows_of(spec.label, swept)
@@ -129,7 +132,7 @@ def rows_of(label: str, swept: tune.Swept) -> list[Row]:
     """What was timed and what went wrong; those that were only slow are counted in the note."""
     rows: list[Row] = []
     for tried in swept.tried:
-        if tried.status == "slow":
+        if tried.status in ("slow", "untried"):
             continue
         row: dict[str, Any] = {
             "case": label,
@@ -155,7 +158,10 @@ def rows_of(label: str, swept: tune.Swept) -> list[Row]:
 def note_of(label: str, swept: tune.Swept) -> str:
     """How far the plan is from the best, in a sentence."""
     num_slow = sum(one.status == "slow" for one in swept.tried)
+    num_untried = sum(one.status == "untried" for one in swept.tried)
     others = f"{num_slow} slower candidates are not shown."
+    if num_untried:
+        others += f" {num_untried} were not reached in time."
     if swept.best == swept.own:
         return f"{label}: the plan's choice is the best. {others}"
     verdict = "within the noise" if swept.choice == plan.NO_CHOICE else "beyond the noise"

@@ -303,8 +303,9 @@ class TestTune:
         cupy = types.SimpleNamespace(cuda=cuda)
 
         def sweep(
-            tasks: dict[str, tune.Task], facts: plan.DeviceFacts, *, say: Any
+            tasks: dict[str, tune.Task], facts: plan.DeviceFacts, *, seconds: float, say: Any
         ) -> dict[str, tune.Swept]:
+            assert seconds == 120
             return {name: self.swept(task, facts) for name, task in tasks.items()}
 
         def device_facts(index: int) -> plan.DeviceFacts:

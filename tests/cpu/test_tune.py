@@ -179,6 +179,39 @@ def test_the_best_tiles_of_separate_kernels_are_put_together() -> None:
     assert swept.best.text.count("backward_d") == 2
 
 
+def test_time_that_runs_out_leaves_the_plans_own() -> None:
+    of = task()
+    ticks = itertools.count()
+
+    def run(seconds: float) -> tune.Swept:
+        # A second for each look at the clock.
+        return tune.sweep(
+            of.candidates(H200),
+            FakeSubject(of),
+            lambda call, count: count * 1.0,
+            refused={},
+            pause=lambda: None,
+            seconds=seconds,
+            clock=lambda: float(next(ticks)),
+        )
+
+    nothing = run(0.0)
+    assert nothing.best == nothing.own
+    assert nothing.choice == plan.NO_CHOICE
+    assert {one.status for one in nothing.tried if one != nothing.own} == {"untried"}
+    some = run(20.0)
+    statuses = Counter(one.status for one in some.tried)
+    assert statuses["untried"] > 0
+    assert statuses["ok"] > 1
+    assert "untried" not in {one.status for one in run(1e9).tried}
+
+
+def test_each_has_a_share_of_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune.time, "monotonic", lambda: 100.0)
+    assert tune.share_of(160.0, 3) == 20.0
+    assert tune.share_of(90.0, 3) == 0.0
+
+
 def test_slow_candidates_are_not_timed_for_long() -> None:
     asked: Counter[tune.Plan] = Counter()
     own = task().planned(H200)
@@ -215,13 +248,54 @@ def test_kernels_that_must_not_be_chosen(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "could not compile" in refused["broken", ()]
 
 
+def small_kernels() -> list[tune.Kernel]:
+    prepare = [("backward_prepare", (("kSide", side),)) for side in (1, 2)]
+    finish = [
+        ("backward_finish", (("Element", "bf16"), ("kHeadDim", head_dim))) for head_dim in (32, 64)
+    ]
+    return [("reduce_splits", ()), *prepare, *finish]
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+def test_what_processes_have_not_begun_in_time_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tune.os, "cpu_count", lambda: 2)
+    monkeypatch.setenv("STREAMKL_CACHE_DIR", str(tmp_path / "cache"))
+    kernels = small_kernels()
+    refused = tune.compile_kernels(kernels, "sm_90a", seconds=0.0)
+    assert set(refused.values()) == {"there was no time left to compile it"}
+    assert jit.cache_info().num_kernels == len(kernels) - len(refused)
+
+
+def test_one_process_stops_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune.os, "cpu_count", lambda: 1)
+    refused = tune.compile_kernels(small_kernels(), "sm_90a", seconds=-1.0)
+    assert set(refused) == set(small_kernels())
+
+
+def test_the_plans_own_kernels_are_compiled_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tune.Kernel] = []
+
+    def compile_kernels(kernels: Any, arch: str, **options: Any) -> dict[tune.Kernel, str]:
+        asked.extend(kernels)
+        return {}
+
+    monkeypatch.setattr(tune, "compile_kernels", compile_kernels)
+    tasks = [task(), task(head_dim1=64)]
+    tune.compile_candidates([one.candidates(H200) for one in tasks], "sm_90a")
+    own = tune.kernels_of(one.planned(H200) for one in tasks)
+    assert tuple(asked[: len(own)]) == own
+    assert len(set(asked)) == len(asked) > len(own)
+
+
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 def test_processes_compile_what_is_found_on_disk_afterwards(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(tune.os, "cpu_count", lambda: 2)
     monkeypatch.setenv("STREAMKL_CACHE_DIR", str(tmp_path / "cache"))
-    kernels = [("reduce_splits", ()), ("backward_prepare", (("kSide", 2),))]
+    kernels = small_kernels()[:2]
     assert tune.compile_kernels(kernels, "sm_90a") == {}
     assert jit.cache_info().num_kernels == 2
 
