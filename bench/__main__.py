@@ -23,12 +23,15 @@ from .report import RESULTS, Report, environment
 from .timing import CardMonitor
 from .workloads import ITEM_BYTES
 
+# Of a sweep.
+LIMIT_SECONDS = 90
 # Of the tables where there is no terminal to fit them into.
 _FILE_WIDTH = 200
 _HELP = {
-    "forward": "KL of square problems, full and causal",
-    "backward": "gradients of square problems, separate kernels and fused",
+    "forward": "KL of square problems at every head dim, full and causal",
+    "backward": "gradients in both settings, separate kernels and fused",
     "small-q": "few queries on many keys, with and without split keys",
+    "tune": "how far the plan's tiles and splits are from the best candidates",
     "overhead": "what a call costs the host",
     "memory": "peak device memory beside the formula",
     "startup": "time to the first result of a process, kernels compiled and cached",
@@ -51,6 +54,18 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--commit", help="the commit, for a tree without a git directory")
         if name == "startup":
             continue
+        if name == "tune":
+            command.add_argument("direction", choices=("forward", "backward"))
+            command.add_argument(
+                "--deterministic", action="store_true", help="of a shape of your own: the pair"
+            )
+            command.add_argument(
+                "--limit",
+                type=_count,
+                default=LIMIT_SECONDS,
+                metavar="SECONDS",
+                help="for all shapes together (default: %(default)s)",
+            )
         command.add_argument("--bh", type=_count, help="batch times heads")
         command.add_argument("--n", type=_count, help="length of queries and keys")
         command.add_argument("--nq", type=_count, help="length of the queries")
@@ -60,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--d2", type=_count, help="head dim of side 2")
         command.add_argument("--dtype", choices=tuple(ITEM_BYTES))
         command.add_argument("--setting", type=int, choices=(1, 2), help="1: dQ2 dK2, 2: dQ1 dK1")
-        both = name in ("forward", "backward")
+        both = name in ("forward", "backward", "tune")
         command.add_argument(
             "--causal",
             choices=("full", "causal", "both") if both else ("full", "causal"),

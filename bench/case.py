@@ -32,14 +32,15 @@ class Case:
     device
         Where the tensors lie.
     unit
-        Of the rate of the forward: ``"TFLOP/s"``, or ``"TB/s"`` where memory is the limit.
+        Of the rate: ``"TFLOP/s"``, or ``"TB/s"`` where memory is the limit.
     seed
         Of the inputs and of the sample.
 
     Attributes
     ----------
     q1, k1, q2, k2
-        Normal random numbers, ``(BH, N, D)``, contiguous.
+        Normal random numbers, ``(BH, N, D)``, contiguous; fewer heads of keys where they are
+        shared.
     dkl
         Upstream gradient, float32 ``(BH, N_Q)``.
     scale1, scale2
@@ -55,20 +56,21 @@ class Case:
         generator = torch.Generator(device=self.device).manual_seed(seed)
         dtype = getattr(torch, workload.dtype)
 
-        def normal(length: int, head_dim: int) -> torch.Tensor:
-            shape = (workload.heads, length, head_dim)
+        def normal(heads: int, length: int, head_dim: int) -> torch.Tensor:
+            shape = (heads, length, head_dim)
             return torch.randn(shape, dtype=dtype, device=self.device, generator=generator)
 
-        self.q1 = normal(workload.num_queries, workload.head_dim1)
-        self.k1 = normal(workload.num_keys, workload.head_dim1)
-        self.q2 = normal(workload.num_queries, workload.head_dim2)
-        self.k2 = normal(workload.num_keys, workload.head_dim2)
+        self.q1 = normal(workload.heads, workload.num_queries, workload.head_dim1)
+        self.k1 = normal(workload.key_heads, workload.num_keys, workload.head_dim1)
+        self.q2 = normal(workload.heads, workload.num_queries, workload.head_dim2)
+        self.k2 = normal(workload.key_heads, workload.num_keys, workload.head_dim2)
         self.dkl = torch.randn(
             workload.heads, workload.num_queries, device=self.device, generator=generator
         )
         self.scale1 = workload.head_dim1**-0.5
         self.scale2 = workload.head_dim2**-0.5
         self.heads = sorted({0, workload.heads - 1})[:NUM_SAMPLED_HEADS]
+        self.key_heads = sorted({head // workload.group for head in self.heads})
         self.rows = self._sample(workload.num_queries, seed + 1)
         self.keys = self._sample(workload.num_keys, seed + 2)
 
@@ -105,7 +107,9 @@ class Case:
 
     @property
     def backward_work(self) -> Work:
-        """What a backward counts for, four products a pair."""
+        """What a backward counts for: four products a pair, or bytes."""
+        if self.unit == "TB/s":
+            return Work(float(self.workload.backward_bytes), self.unit)
         return Work(self.workload.backward_flops, "TFLOP/s")
 
     @property
@@ -134,7 +138,7 @@ class Case:
         dq_reference, dk_reference = self._backward_reference
         return {
             "dq": _error(dq[self.heads][:, self.rows], dq_reference, dq),
-            "dk": _error(dk[self.heads][:, self.keys], dk_reference, dk),
+            "dk": _error(dk[self.key_heads][:, self.keys], dk_reference, dk),
         }
 
     @cached_property
@@ -148,17 +152,18 @@ class Case:
 
     @cached_property
     def _backward_reference(self) -> tuple[torch.Tensor, torch.Tensor]:
-        gradients = [self._gradients(head) for head in self.heads]
-        dq, dk = (torch.stack(parts) for parts in zip(*gradients, strict=True))
-        return dq, dk
+        dq = [self._dq(head) for head in self.heads]
+        dk = [self._dk(key_head) for key_head in self.key_heads]
+        return torch.stack(dq), torch.stack(dk)
 
     def _blocks(self, rows: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from rows.split(max(1, _BLOCK_ELEMENTS // self.workload.num_keys))
 
     def _logits(self, head: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Both logit matrices of some rows, -inf where the mask hides a key."""
-        s1 = self.q1[head, rows].double() @ self.k1[head].double().T * self.scale1
-        s2 = self.q2[head, rows].double() @ self.k2[head].double().T * self.scale2
+        key_head = head // self.workload.group
+        s1 = self.q1[head, rows].double() @ self.k1[key_head].double().T * self.scale1
+        s2 = self.q2[head, rows].double() @ self.k2[key_head].double().T * self.scale2
         if self.workload.causal:
             last = rows + self.workload.num_keys - self.workload.num_queries
             hidden = torch.arange(self.workload.num_keys, device=self.device) > last[:, None]
@@ -171,16 +176,24 @@ class Case:
             s1, s2 = self._logits(head, block)
             yield _statistics(s1, s2)
 
-    def _gradients(self, head: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """dQ of the sampled rows and dK of the sampled keys of one head."""
+    def _dq(self, head: int) -> torch.Tensor:
+        """dQ of the sampled rows of one head."""
+        _, k_t, scale_t = self.trained
+        keys = k_t[head // self.workload.group].double()
+        blocks = self._blocks(self.rows)
+        return torch.cat([self._logit_gradient(head, rows) @ keys for rows in blocks]) * scale_t
+
+    def _dk(self, key_head: int) -> torch.Tensor:
+        """dK of the sampled keys of one head of keys, summed over the heads that share it."""
         q_t, k_t, scale_t = self.trained
+        group = self.workload.group
         all_rows = torch.arange(self.workload.num_queries, device=self.device)
         dk = torch.zeros(len(self.keys), k_t.shape[2], dtype=torch.float64, device=self.device)
-        for block in self._blocks(all_rows):
-            ds = self._logit_gradient(head, block)
-            dk += ds[:, self.keys].T @ q_t[head, block].double()
-        dq = [self._logit_gradient(head, b) @ k_t[head].double() for b in self._blocks(self.rows)]
-        return torch.cat(dq) * scale_t, dk * scale_t
+        for head in range(key_head * group, (key_head + 1) * group):
+            for rows in self._blocks(all_rows):
+                ds = self._logit_gradient(head, rows)
+                dk += ds[:, self.keys].T @ q_t[head, rows].double()
+        return dk * scale_t
 
     def _logit_gradient(self, head: int, rows: torch.Tensor) -> torch.Tensor:
         s1, s2 = self._logits(head, rows)

@@ -9,29 +9,40 @@ from dataclasses import replace
 
 import torch
 
-from . import ours, peers, workloads
+from streamkl_cupy.timing import PAUSE_MS, ROUND_MS, ROUNDS, Timing, measure
+
+from . import bars, cases, ours, peers, tuning, workloads
+from .bars import Bar
 from .case import GRADIENT_TOLERANCES, KL_TOLERANCE, NUM_SAMPLED_ROWS, Case
+from .cases import Spec
 from .contender import Contender, Entry, Outputs
 from .report import Column, Report, Row
 from .runner import Say, admit, outputs_bytes, run_case
-from .timing import ROUNDS, EventStopwatch, Timing, measure
+from .timing import event_stopwatch
 from .workloads import STATISTIC_BYTES, Workload
 
 ROUNDS_QUICK = 3
+# Rounds of one case together; what takes a second a call gets fewer.
+BUDGET_MS = 4000.0
 _RATE = (
     Column("case", "case"),
     Column("contender", "kernel"),
     Column("status", "status"),
     Column("error", "error", ".1e"),
     Column("median_ms", "ms", ".3f"),
+    Column("min_ms", "fastest", ".3f"),
     Column("spread", "spread", ".1%"),
     Column("rate", "rate", ".4g"),
     Column("unit", "unit"),
 )
+_BARS = Column("bars_text", "reached")
 _DETAIL = Column("detail", "plan, tiles or reason")
 _METHOD = (
-    "Device time by CUDA events; medians of {rounds} rounds in which the kernels of a case take "
-    "turns. Spread: slowest less fastest round, over the median. Random normal inputs."
+    "Device time by events; medians of {rounds} rounds (fewer where a call is long) in which the "
+    f"contenders of a case take turns of {ROUND_MS:.0f} ms, each after {PAUSE_MS:.0f} ms of rest, "
+    "in an order in which everybody follows everybody. A ratio is the median over the rounds of "
+    "that in each. Fastest, spread: the fastest round; slowest less fastest, over the median. "
+    "Random normal inputs."
 )
 _TOLERANCES = (
     "A kernel gets a figure only if its result was right in this run: norm-relative error against "
@@ -41,50 +52,62 @@ _TOLERANCES = (
 
 
 def forward(options: argparse.Namespace, say: Say) -> Report:
-    """The forward on square problems, beside its peers and the yardsticks."""
-    base = _base(options, workloads.SQUARE, workloads.SQUARE_QUICK)
-    names = _peers(options, ("triton", "chunked", "cudnn", "cublas"))
+    """The forward, beside its peers and the yardsticks."""
+    custom = ((cases.AUTO, cases.PORTABLE), ("triton", "cudnn", "cublas"), "cublas")
+    specs = _specs(options, cases.forward(), workloads.SQUARE, *custom)
+    say("forward: compiling")
+    ours.compile_ahead([spec.workload for spec in specs], ())
     rows: list[Row] = []
-    for workload in workloads.masks(base, options.causal):
-        case = Case(workload)
-        entries = [ours.forward_entry(case), *peers.forward_entries(names, case)]
-        if ours.kernel_names(ours.forward_plan(case)) != "forward_sm80":
-            entries.insert(1, ours.portable_forward_entry(case))
-        rows += _timed(_mask(workload), workload, entries, options, say, yardstick="cublas")
+    for spec in specs:
+        case = Case(spec.workload, unit=spec.unit)
+        entries = [*_forward_entries(case, spec), *peers.forward_entries(spec.peers, case)]
+        rows += _timed(spec, entries, options, say)
+        del case, entries
+    _interpolate(specs, rows, lambda shape: shape.forward_dim)
     return Report(
         name="forward",
-        title=f"Forward, {_shape(base)}",
-        columns=(*_RATE, Column("ratio", "of cuBLAS", ".2f"), _DETAIL),
+        title=f"Forward, {_shape(specs[0].workload)}",
+        columns=(*_RATE, Column("ratio", "of cuBLAS", ".2f"), _BARS, _DETAIL),
         rows=rows,
         notes=[
-            *_notes(options, base),
-            "KL: 4 BH N_Q N_K d operations, attention the same; half of it with a causal mask.",
+            *_notes(options, specs[0].workload),
+            "KL: 2 BH N_Q N_K (d1 + d2) operations, attention 4 BH N_Q N_K d; half of it with a "
+            "causal mask. Interpolated: on the line through the rates of the square problems with "
+            "the nearest head dims. Where a case says nothing else, BH = 32 and N = 16K.",
         ],
     )
 
 
 def backward(options: argparse.Namespace, say: Say) -> Report:
-    """The backward, the deterministic pair of kernels and the fused one."""
-    base = _base(options, workloads.SQUARE, workloads.SQUARE_QUICK)
-    names = _peers(options, ("triton", "cudnn", "cublas"))
+    """The backward: the deterministic pair of kernels, the fused one, and what the plan chooses."""
+    custom = (("ours, separate", "ours, fused"), ("triton", "cudnn", "cublas"), "cublas")
+    specs = _specs(options, cases.backward(), workloads.SQUARE, *custom)
+    say("backward: compiling")
+    ours.compile_ahead([spec.workload for spec in specs], ("auto", "fused", "separate"))
     rows: list[Row] = []
-    for workload in workloads.masks(base, options.causal):
-        case = Case(workload)
+    for spec in specs:
+        case = Case(spec.workload, unit=spec.unit)
         entries = [
-            *(ours.backward_entry(case, strategy) for strategy in ("separate", "fused")),
-            *peers.backward_entries(names, case),
+            *(ours.backward_entry(case, _strategy(name)) for name in spec.ours),
+            *peers.backward_entries(spec.peers, case),
         ]
-        rows += _timed(_mask(workload), workload, entries, options, say, yardstick="cublas")
-    gradients = "dQ2, dK2" if base.setting == 1 else "dQ1, dK1"
+        rows += _timed(spec, entries, options, say)
+        del case, entries
+    _interpolate(specs, rows, lambda shape: shape.backward_dim)
+    rows += _all_four(specs[0], options, say)
     return Report(
-        name="backward" if base.setting == 1 else "backward_setting2",
-        title=f"Backward ({gradients}), {_shape(base)}",
-        columns=(*_RATE, Column("ratio", "of cuBLAS", ".2f"), _DETAIL),
+        name="backward" if specs[0].workload.setting == 1 else "backward_setting2",
+        title=f"Backward, {_shape(specs[0].workload)}",
+        columns=(*_RATE, Column("ratio", "of yardstick", ".2f"), _BARS, _DETAIL),
         rows=rows,
         notes=[
-            *_notes(options, base),
-            "KL: 8 BH N_Q N_K d operations (four products) however many a program does; attention "
-            "10 (five products); half of it with a causal mask.",
+            *_notes(options, specs[0].workload),
+            "Setting 1 gives dQ2 and dK2, Setting 2 dQ1 and dK1; where a case says nothing, "
+            "Setting 1, full, BH = 32 and N = 16K.",
+            "KL: 2 BH N_Q N_K (d1 + d2 + 2 d) operations, d of the side with gradients: four "
+            "products, however many a program does; attention 10 BH N_Q N_K d (five products); "
+            "half of it with a causal mask. Bytes: inputs, statistics and dkl read once, "
+            "gradients written once.",
             "Ours and Triton: everything from the row statistics to gradients in the dtype of the "
             "inputs. Separate is deterministic, fused is not.",
         ],
@@ -93,42 +116,51 @@ def backward(options: argparse.Namespace, say: Say) -> Report:
 
 def small_q(options: argparse.Namespace, say: Say) -> Report:
     """Few queries on many keys, where only split keys fill the card."""
-    base = _base(options, workloads.SMALL_Q, workloads.SMALL_Q_QUICK)
-    base = replace(base, causal=options.causal == "causal")
-    lengths = (options.nq,) if options.nq else workloads.SMALL_Q_LENGTHS
-    names = _peers(options, ("triton", "eager", "copy", "read"))
+    custom = (cases.small_q()[0].ours, cases.small_q()[0].peers, "read")
+    specs = _specs(options, cases.small_q(), workloads.SMALL_Q, *custom)
+    say("small-q: compiling")
+    ours.compile_ahead([spec.workload for spec in specs], ())
     rows: list[Row] = []
-    notes = _notes(options, base)
-    for num_queries in lengths:
-        workload = replace(base, num_queries=num_queries)
-        case = Case(workload, unit="TB/s")
-        entries = [
-            ours.forward_entry(case),
-            ours.forward_entry(case, label=", no split", overrides={"num_splits": 1}),
-            ours.unshared_forward_entry(case),
-            *peers.forward_entries(names, case),
-        ]
-        timed = _timed(f"N_Q = {num_queries}", workload, entries, options, say, yardstick="read")
-        if all(row["status"] == "ok" for row in timed[:3]):
-            gain, whole_gain = (row["median_ms"] / timed[0]["median_ms"] for row in timed[1:3])
-            timed[0]["split_gain"], timed[0]["sharing_gain"] = gain, whole_gain
+    notes = _notes(options, specs[0].workload)
+    for spec in specs:
+        case = Case(spec.workload, unit=spec.unit)
+        entries = _forward_entries(case, spec)
+        timed = _timed(spec, [*entries, *peers.forward_entries(spec.peers, case)], options, say)
+        gains = {row["entry"]: row.get("median_ms") for row in timed}
+        own, whole = gains.get(cases.AUTO), gains.get(cases.WHOLE)
+        if own and whole:
             notes.append(
-                f"N_Q = {num_queries}: {gain:.1f} times as fast as with one block a row of tiles, "
-                f"{whole_gain:.1f} times as fast as with keys shared by neither blocks nor warps."
+                f"{spec.label}: {whole / own:.1f} times as fast as with one block a row of tiles."
+            )
+        if own and (unshared := gains.get(cases.UNSHARED)):
+            notes.append(
+                f"{spec.label}: {unshared / own:.1f} times as fast as with keys shared by neither "
+                "blocks nor warps."
             )
         rows += timed
+        del case, entries
     return Report(
         name="small_q",
-        title=f"Forward with few queries, {_shape(base, lengths)}",
-        columns=(*_RATE, Column("ratio", "of read only", ".2f"), _DETAIL),
+        title=f"Forward with few queries, {_shape(specs[0].workload)}",
+        columns=(*_RATE, Column("ratio", "of read only", ".2f"), _BARS, _DETAIL),
         rows=rows,
         notes=[*notes, "Bytes: each input read once, three float32 a row written once."],
     )
 
 
+def tune(options: argparse.Namespace, say: Say) -> Report:
+    """How far the plan's choices are from the best of their candidates."""
+    chosen = {"forward": cases.tune_forward, "backward": cases.tune_backward}[options.direction]()
+    entry = "ours, separate" if options.deterministic else "ours"
+    specs = _specs(options, chosen, workloads.SQUARE, (entry,), (), "")
+    return tuning.run(
+        options.direction, specs, rounds=_rounds(options), seconds=options.limit, say=say
+    )
+
+
 def overhead(options: argparse.Namespace, say: Say) -> Report:
     """What a call costs the host: a problem so small that the device does not matter."""
-    base = _base(options, workloads.OVERHEAD, workloads.OVERHEAD)
+    base = _base(options, workloads.OVERHEAD)
     base = replace(base, causal=options.causal == "causal")
     case = Case(base)
     entries = [
@@ -154,7 +186,7 @@ def overhead(options: argparse.Namespace, say: Say) -> Report:
     watches = (
         ("host_us", _host_watch),
         ("synchronised_us", _synchronised_watch),
-        ("device_us", EventStopwatch()),
+        ("device_us", event_stopwatch()),
     )
     for key, watch in watches:
         say(f"overhead: {key}")
@@ -185,16 +217,18 @@ def overhead(options: argparse.Namespace, say: Say) -> Report:
 
 def memory(options: argparse.Namespace, say: Say) -> Report:
     """Peak device memory of a call beyond its inputs, beside the formula and the logits."""
-    base = _base(options, workloads.MEMORY, workloads.MEMORY_QUICK)
+    base = _base(options, workloads.MEMORY)
     base = replace(base, causal=options.causal == "causal")
     lengths = workloads.MEMORY_LENGTHS_QUICK if options.quick else workloads.MEMORY_LENGTHS
-    sizes = [(length, length) for length in lengths]
-    if options.n or options.nq or options.nk:
-        sizes = [(base.num_queries, base.num_keys)]
+    shapes = [replace(base, num_queries=n, num_keys=n) for n in lengths]
+    if _is_custom(options):
+        shapes = [base]
+    elif not options.quick:
+        shapes.append(workloads.LONGEST)
     names = _peers(options, ("triton", "chunked", "eager"))
     rows: list[Row] = []
-    for num_queries, num_keys in sizes:
-        case = Case(replace(base, num_queries=num_queries, num_keys=num_keys))
+    for shape in shapes:
+        case = Case(shape)
         directions = {
             "forward": [ours.forward_entry(case), *peers.forward_entries(names, case)],
             "backward": [
@@ -202,6 +236,8 @@ def memory(options: argparse.Namespace, say: Say) -> Report:
                 *peers.backward_entries(names, case),
             ],
         }
+        if shape == workloads.LONGEST:
+            directions = {"forward": [ours.forward_entry(case)]}
         formulas = {
             "ours": lambda case=case: _forward_formula(case),
             "ours, separate": lambda case=case: _backward_formula(case, "separate"),
@@ -211,7 +247,7 @@ def memory(options: argparse.Namespace, say: Say) -> Report:
             for entry in entries:
                 say(f"{case.workload.name}: {direction}, {entry.name}")
                 row = {
-                    "case": f"{num_queries} x {num_keys}",
+                    "case": f"{shape.num_queries} x {shape.num_keys}",
                     "workload": case.workload.name,
                     "direction": direction,
                     **_memory_of(case, entry, direction),
@@ -219,13 +255,15 @@ def memory(options: argparse.Namespace, say: Say) -> Report:
                 }
                 if row["status"] == "ok" and entry.name in formulas:
                     row["formula_bytes"] = formulas[entry.name]()
+                    share = row["formula_bytes"] / row["extra_bytes"] if row["extra_bytes"] else 1.0
+                    bars.put(row, bars.judged("what is taken is the formula", 1.0, share))
                 rows.append(row)
         del case, directions, formulas, entries, entry  # all of them hold the inputs
     return Report(
         name="memory",
         title=(
             f"Peak device memory beyond the inputs, BH = {base.heads}, d1 = {base.head_dim1}, "
-            f"d2 = {base.head_dim2}, {base.dtype}"
+            f"d2 = {base.head_dim2}, {base.dtype}; 524288 x 524288: BH = 8, causal"
         ),
         columns=(
             Column("case", "N_Q x N_K"),
@@ -236,6 +274,7 @@ def memory(options: argparse.Namespace, say: Say) -> Report:
             Column("formula_bytes", "formula (bytes)", ",d"),
             Column("bytes_per_row", "bytes a row", ",.1f"),
             Column("logits_bytes", "both logit matrices", ",d"),
+            _BARS,
             _DETAIL,
         ),
         rows=rows,
@@ -248,9 +287,17 @@ def memory(options: argparse.Namespace, say: Say) -> Report:
     )
 
 
-def _base(options: argparse.Namespace, default: Workload, quick: Workload) -> Workload:
+_SHAPE_OPTIONS = ("bh", "n", "nq", "nk", "d", "d1", "d2", "dtype", "setting")
+
+
+def _is_custom(options: argparse.Namespace) -> bool:
+    """Whether the options name a problem of their own."""
+    return any(getattr(options, name) is not None for name in _SHAPE_OPTIONS)
+
+
+def _base(options: argparse.Namespace, default: Workload) -> Workload:
     """The default workload with what the options change."""
-    workload = quick if options.quick else default
+    workload = workloads.shrunk(default) if options.quick else default
     changes = {
         "heads": options.bh,
         "num_queries": options.nq or options.n,
@@ -263,6 +310,43 @@ def _base(options: argparse.Namespace, default: Workload, quick: Workload) -> Wo
     return replace(workload, **{name: value for name, value in changes.items() if value})
 
 
+def _specs(
+    options: argparse.Namespace,
+    specs: Sequence[Spec],
+    default: Workload,
+    entries: tuple[str, ...],
+    peer_names: tuple[str, ...],
+    yardstick: str,
+) -> tuple[Spec, ...]:
+    """The cases of a command, or the one problem that the options name."""
+    if _is_custom(options):
+        chosen: Sequence[Spec] = [
+            Spec(
+                "causal" if workload.causal else "full",
+                workload,
+                entries,
+                peer_names,
+                yardstick=yardstick,
+                unit=specs[0].unit,
+            )
+            for workload in workloads.masks(_base(options, default), options.causal)
+        ]
+    else:
+        wanted = {"full": (False,), "causal": (True,), "both": (False, True)}[options.causal]
+        chosen = [spec for spec in specs if spec.workload.causal in wanted]
+        chosen = cases.quick(chosen) if options.quick else chosen
+    if options.peers is None:
+        return tuple(chosen)
+    return tuple(
+        replace(
+            spec,
+            peers=options.peers,
+            bars=tuple(bar for bar in spec.bars if set(bar.against) & set(options.peers)),
+        )
+        for spec in chosen
+    )
+
+
 def _peers(options: argparse.Namespace, default: Sequence[str]) -> Sequence[str]:
     return default if options.peers is None else options.peers
 
@@ -271,32 +355,99 @@ def _rounds(options: argparse.Namespace) -> int:
     return options.rounds or (ROUNDS_QUICK if options.quick else ROUNDS)
 
 
-def _mask(workload: Workload) -> str:
-    return "causal" if workload.causal else "full"
+def _forward_entries(case: Case, spec: Spec) -> list[Entry]:
+    makers: dict[str, Callable[[Case], Entry]] = {
+        cases.AUTO: ours.forward_entry,
+        cases.PORTABLE: ours.portable_forward_entry,
+        cases.WHOLE: ours.whole_forward_entry,
+        cases.UNSHARED: ours.unshared_forward_entry,
+    }
+    entries = []
+    for name in spec.ours:
+        if name == cases.SPLITS:
+            entries += ours.split_entries(case)
+        elif name != cases.PORTABLE or not ours.is_portable(case):
+            entries.append(makers[name](case))
+    return entries
+
+
+def _strategy(entry: str) -> str:
+    return {cases.AUTO: "auto", cases.FUSED: "fused", cases.SEPARATE: "separate"}[entry]
 
 
 def _timed(
-    label: str,
-    workload: Workload,
-    entries: Sequence[Entry],
-    options: argparse.Namespace,
-    say: Say,
-    *,
-    yardstick: str,
+    spec: Spec, entries: Sequence[Entry], options: argparse.Namespace, say: Say
 ) -> list[Row]:
-    stopwatch = EventStopwatch(flush_l2=options.flush_l2)
+    names = tuple(entry.name for entry in entries)
     rows = run_case(
-        label, entries, stopwatch, rounds=_rounds(options), yardstick=yardstick, say=say
+        spec.label,
+        entries,
+        event_stopwatch(flush_l2=options.flush_l2),
+        rounds=options.rounds or (not options.quick and spec.rounds) or _rounds(options),
+        budget_ms=BUDGET_MS,
+        yardstick=spec.yardstick or None,
+        to_reach=[_expanded(bar, names) for bar in spec.bars],
+        say=say,
     )
     torch.cuda.empty_cache()
-    return [{"workload": workload.name, **row} for row in rows]
+    about = {"workload": spec.workload.name, "headline": spec.headline}
+    return [{**about, **row} for row in rows]
 
 
-def _shape(workload: Workload, query_lengths: Sequence[int] = ()) -> str:
-    queries = " ".join(map(str, query_lengths or (workload.num_queries,)))
-    lengths = f"N_Q = {queries}, N_K = {workload.num_keys}"
+def _expanded(bar: Bar, entries: Sequence[str]) -> Bar:
+    """A bar beside the splits is one beside each of them."""
+    against = []
+    for name in bar.against:
+        splits = [entry for entry in entries if entry.endswith(" splits")]
+        against += splits if name == cases.SPLITS else [name]
+    return replace(bar, against=tuple(against))
+
+
+def _interpolate(
+    specs: Sequence[Spec], rows: Sequence[Row], mean_dim: Callable[[Workload], float]
+) -> None:
+    """Bars of the problems with two head dims, from the rates of the square ones."""
+    rates = {(row["case"], row["entry"]): row.get("rate") for row in rows}
+    for spec in specs:
+        if spec.interpolated is None:
+            continue
+        entry = spec.ours[0]
+        points = [
+            (float(other.workload.head_dim1), rate)
+            for other in specs
+            if other.workload.head_dim1 == other.workload.head_dim2
+            and replace(
+                other.workload,
+                head_dim1=spec.workload.head_dim1,
+                head_dim2=spec.workload.head_dim2,
+            )
+            == spec.workload
+            and (rate := rates.get((other.label, entry))) is not None
+        ]
+        (row,) = (row for row in rows if (row["case"], row["entry"]) == (spec.label, entry))
+        between = bars.interpolated(points, at=mean_dim(spec.workload))
+        ours_rate = row.get("rate")
+        ratio = ours_rate / between if between and ours_rate else None
+        bars.put(row, bars.judged("the interpolated rate", spec.interpolated, ratio))
+
+
+def _all_four(spec: Spec, options: argparse.Namespace, say: Say) -> list[Row]:
+    """All four gradients in one call, beside a call for each side."""
+    both = (
+        Case(replace(spec.workload, setting=1)),
+        Case(replace(spec.workload, setting=2)),
+    )
+    sides = [ours.backward_entry(case, "auto", label=f", {' '.join(case.wrt)}") for case in both]
+    entries = [*sides, ours.both_sides_entry(both)]
+    bar = Bar(entries[2].name, (sides[0].name, sides[1].name), "the two sides", is_sum=True)
+    four = replace(spec, label="all four gradients", bars=(bar,), yardstick="", headline=False)
+    return _timed(four, entries, options, say)
+
+
+def _shape(workload: Workload) -> str:
+    lengths = f"N_Q = {workload.num_queries}, N_K = {workload.num_keys}"
     dims = f"d1 = {workload.head_dim1}, d2 = {workload.head_dim2}"
-    return f"BH = {workload.heads}, {lengths}, {dims}, {workload.dtype}"
+    return f"BH = {workload.heads}, {lengths}, {dims}, {workload.dtype} where a case says no other"
 
 
 def _notes(options: argparse.Namespace, workload: Workload) -> list[str]:
@@ -393,6 +544,7 @@ COMMANDS = {
     "forward": forward,
     "backward": backward,
     "small-q": small_q,
+    "tune": tune,
     "overhead": overhead,
     "memory": memory,
 }

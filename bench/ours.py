@@ -2,19 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 import streamkl_cupy as skl
-from streamkl_cupy import launch, plan, problem
+from streamkl_cupy import launch, plan, problem, tune
 
 from .case import Case
-from .contender import Contender, Entry, Outputs
+from .contender import Contender, Entry, Errors, Outputs, Work
+from .workloads import Workload
 
 Overrides = Mapping[str, Any]
+
+
+def problem_of(workload: Workload) -> problem.Problem:
+    """The problem of a workload, without its data."""
+    return problem.contiguous(
+        workload.dtype,
+        batch=1,
+        num_heads=workload.heads,
+        num_key_heads1=workload.key_heads,
+        num_key_heads2=workload.key_heads,
+        num_queries=workload.num_queries,
+        num_keys=workload.num_keys,
+        head_dim1=workload.head_dim1,
+        head_dim2=workload.head_dim2,
+        causal=workload.causal,
+    )
+
+
+def gradients_of(workload: Workload) -> tuple[str, str]:
+    """Names of the inputs that get gradients."""
+    return ("q2", "k2") if workload.setting == 1 else ("q1", "k1")
+
+
+def compile_ahead(workloads: Iterable[Workload], strategies: Iterable[str]) -> None:
+    """Compile what the plans of workloads need, many kernels at a time.
+
+    Parameters
+    ----------
+    workloads
+        The problems.
+    strategies
+        Of the backward; none for the forward alone.
+    """
+    facts = launch.device_facts(torch.cuda.current_device())
+    strategies = tuple(strategies)
+    plans: list[tune.Plan] = []
+    for workload in workloads:
+        described, wrt = problem_of(workload), gradients_of(workload)
+        plans.append(plan.forward(described, facts))
+        plans += (plan.backward(described, facts, wrt, strategy=one) for one in strategies)
+    tune.compile_kernels(tune.kernels_of(plans), facts.arch)
 
 
 def describe(case: Case) -> problem.Problem:
@@ -61,6 +103,16 @@ def portable_forward_entry(case: Case) -> Entry:
     return forward_entry(case, label=", portable", overrides={"forward_kernel": "forward_sm80"})
 
 
+def is_portable(case: Case) -> bool:
+    """Whether the plan chooses the portable kernel by itself."""
+    return kernel_names(forward_plan(case)) == "forward_sm80"
+
+
+def whole_forward_entry(case: Case) -> Entry:
+    """The plan's kernel with the keys of a row in one block."""
+    return forward_entry(case, label=", no split", overrides={"num_splits": 1})
+
+
 def unshared_forward_entry(case: Case) -> Entry:
     """The tile of many queries, and no keys split: neither among blocks nor among warps."""
     facts = launch.device_facts(case.q1.device.index or 0)
@@ -70,9 +122,34 @@ def unshared_forward_entry(case: Case) -> Entry:
     return forward_entry(case, label=", keys not shared", overrides=overrides)
 
 
+def split_entries(case: Case) -> list[Entry]:
+    """The plan's kernel and tile with the other numbers of splits that the tuner would try."""
+    own = forward_plan(case)
+    facts = launch.device_facts(case.q1.device.index or 0)
+    numbers = sorted(
+        made.num_splits
+        for made in plan.forward_candidates(describe(case), facts)
+        if made.tile == own.tile and made.num_splits not in (1, own.num_splits)
+    )
+    return [
+        forward_entry(case, label=f", {number} splits", overrides={"num_splits": number})
+        for number in numbers
+    ]
+
+
 def forward_state(case: Case) -> skl.KLState:
     """One call of the forward."""
     return skl.attention_kl(*case.inputs, causal=case.workload.causal, return_state=True)
+
+
+def forward_call(case: Case) -> Callable[[], Outputs]:
+    """One call of the forward, its three public outputs."""
+
+    def call() -> Outputs:
+        state = forward_state(case)
+        return state.kl, state.lse1, state.lse2
+
+    return call
 
 
 def forward_entry(case: Case, *, label: str = "", overrides: Overrides | None = None) -> Entry:
@@ -81,10 +158,11 @@ def forward_entry(case: Case, *, label: str = "", overrides: Overrides | None = 
     def context() -> AbstractContextManager[Any]:
         return plan.override(**overrides) if overrides else nullcontext()
 
+    whatever = forward_call(case)
+
     def call() -> Outputs:
         with context():
-            state = forward_state(case)
-        return state.kl, state.lse1, state.lse2
+            return whatever()
 
     def make() -> Contender:
         with context():
@@ -121,14 +199,15 @@ def backward_call(case: Case, strategy: str, deterministic: bool) -> Callable[[]
     return call
 
 
-def backward_entry(case: Case, strategy: str) -> Entry:
-    """The backward by ``"separate"`` kernels (the deterministic pair) or the ``"fused"`` one."""
+def backward_entry(case: Case, strategy: str, *, label: str = "") -> Entry:
+    """The backward by ``"separate"`` kernels (the deterministic pair), by the ``"fused"`` one, or
+    ``"auto"``."""
     deterministic = strategy == "separate"
 
     def make() -> Contender:
         chosen = backward_plan(case, strategy, deterministic)
         return Contender(
-            name=kernel_names(chosen),
+            name=kernel_names(chosen) + label,
             call=backward_call(case, strategy, deterministic),
             check=case.check_backward,
             tolerances=case.tolerances_backward,
@@ -137,7 +216,45 @@ def backward_entry(case: Case, strategy: str) -> Entry:
             ours=True,
         )
 
-    return Entry(f"ours, {strategy}", make, ours=True)
+    return Entry(f"ours{label}" if strategy == "auto" else f"ours, {strategy}", make, ours=True)
+
+
+def both_sides_entry(cases: tuple[Case, Case]) -> Entry:
+    """All four gradients in one call; the cases are the two settings of one problem."""
+    first, second = cases
+    work = Work(first.backward_work.amount + second.backward_work.amount, first.backward_work.unit)
+    wrt = (*first.wrt, *second.wrt)
+
+    def check(outputs: Outputs) -> Errors:
+        errors: Errors = {}
+        for case, gradients in ((first, outputs[:2]), (second, outputs[2:])):
+            side = case.wrt[0][1]
+            errors |= {name + side: e for name, e in case.check_backward(gradients).items()}
+        return errors
+
+    def make() -> Contender:
+        facts = launch.device_facts(first.q1.device.index or 0)
+        chosen = plan.backward(describe(first), facts, wrt)
+        state = forward_state(first)
+
+        def call() -> Outputs:
+            gradients = skl.attention_kl_backward(
+                first.dkl, *first.inputs, state, wrt=wrt, causal=first.workload.causal
+            )
+            return tuple(gradients)
+
+        tolerance = max(first.tolerances_backward.values())
+        return Contender(
+            name=kernel_names(chosen) + ", all four",
+            call=call,
+            check=check,
+            tolerances=dict.fromkeys(("dq1", "dk1", "dq2", "dk2"), tolerance),
+            work=work,
+            detail=lambda: chosen.name,
+            ours=True,
+        )
+
+    return Entry("ours, all four", make, ours=True)
 
 
 def cupy_call(case: Case) -> Callable[[], Outputs]:

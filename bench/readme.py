@@ -21,6 +21,7 @@ COLUMNS = (
     Column("median_ms", "ms", ".2f"),
     Column("rate", "TFLOP/s", ".0f"),
     Column("ratio", "of cuBLAS", ".2f"),
+    Column("bars_text", "reached"),
 )
 BLOCK = re.compile(r"(?<=<!-- speed:begin -->\n).*?(?=<!-- speed:end -->)", re.DOTALL)
 
@@ -38,7 +39,8 @@ def render(paths: Sequence[str], root: Path = ROOT) -> str:
     Returns
     -------
     str
-        The card, the files, and one table with every row that has a figure.
+        The card, the files, and one table with every row that has a figure, of the cases that the
+        bench marks for it where it marks some.
 
     Raises
     ------
@@ -55,7 +57,8 @@ def render(paths: Sequence[str], root: Path = ROOT) -> str:
     lines.append("| " + " | ".join(column.title for column in COLUMNS) + " |")
     lines.append("| " + " | ".join("--:" if column.spec else "---" for column in COLUMNS) + " |")
     for report in reports:
-        for row in (row for row in report.rows if row["status"] == "ok"):
+        shown = [row for row in report.rows if row.get("headline", True)]
+        for row in (row for row in shown if row["status"] == "ok"):
             named = {**row, "case": f"{report.name}, {row['case']}"}
             lines.append("| " + " | ".join(column.cell(named) for column in COLUMNS) + " |")
     return "\n".join(lines) + "\n"

@@ -10,9 +10,13 @@ from typing import Any
 
 import torch
 
+from streamkl_cupy import timing
+from streamkl_cupy.timing import Stopwatch, Timing, measure
+
+from . import bars
+from .bars import Bar
 from .contender import Contender, Entry, Errors, Outputs, SkipError
 from .report import Row
-from .timing import Stopwatch, Timing, measure
 
 Say = Callable[[str], None]
 
@@ -24,6 +28,10 @@ def run_case(
     *,
     rounds: int,
     yardstick: str | None = None,
+    to_reach: Sequence[Bar] = (),
+    round_ms: float = timing.ROUND_MS,
+    budget_ms: float = math.inf,
+    pause: Callable[[], None] = timing.rest,
     say: Say = lambda text: None,
 ) -> list[Row]:
     """Check and time the entries of one case.
@@ -36,10 +44,12 @@ def run_case(
         Who takes part, in the order of the table.
     stopwatch
         What times them.
-    rounds
-        Interleaved rounds.
+    rounds, round_ms, budget_ms, pause
+        As `measure` takes them.
     yardstick
         The entry that the ``ratio`` of each rate of the same unit is relative to.
+    to_reach
+        Bars, each for one of the entries.
     say
         Told what is going on, for a progress bar.
 
@@ -61,11 +71,19 @@ def run_case(
         {name: contender.call for name, contender in contenders.items()},
         stopwatch,
         rounds=rounds,
+        round_ms=round_ms,
+        budget_ms=budget_ms,
+        pause=pause,
         on_step=lambda name: say(f"{label}: timing {name}"),
     )
-    for name, timing in timings.items():
-        rows[name].update(_figures(contenders[name], timing))
-    _relate(list(rows.values()), rows.get(yardstick) if yardstick else None)
+    for name, each in timings.items():
+        rows[name].update(_figures(contenders[name], each))
+    timed = {name: (contenders[name].work, each) for name, each in timings.items()}
+    for name, row in rows.items():
+        if yardstick in timed and name in timed and row["unit"] == rows[yardstick]["unit"]:
+            row["ratio"] = bars.reached(Bar(name, (yardstick,), yardstick), timed)
+    for bar in to_reach:
+        bars.put(rows[bar.entry], bars.judged(bar.title, bar.least, bars.reached(bar, timed)))
     return list(rows.values())
 
 
@@ -75,7 +93,7 @@ def admit(entry: Entry) -> tuple[Row, Contender | None]:
     Everything it writes is poisoned with NaN before the result that is checked, so that an output
     that is not written does not pass on what an earlier kernel left there.
     """
-    row: Row = {"contender": entry.name, "ours": entry.ours}
+    row: Row = {"contender": entry.name, "entry": entry.name, "ours": entry.ours}
     try:
         contender = entry.make()
         row["contender"] = contender.name
@@ -123,25 +141,17 @@ def outputs_bytes(outputs: Outputs) -> int:
     return sum(x.numel() * x.element_size() for x in outputs)
 
 
-def _figures(contender: Contender, timing: Timing) -> dict[str, Any]:
+def _figures(contender: Contender, each: Timing) -> dict[str, Any]:
     return {
-        "median_ms": timing.median_ms,
-        "min_ms": min(timing.rounds_ms),
-        "max_ms": max(timing.rounds_ms),
-        "spread": timing.spread,
-        "rounds": len(timing.rounds_ms),
-        "calls_per_round": timing.calls_per_round,
-        "rate": contender.work.rate(timing.median_ms),
+        "median_ms": each.median_ms,
+        "min_ms": each.min_ms,
+        "max_ms": max(each.rounds_ms),
+        "spread": each.spread,
+        "rounds": len(each.rounds_ms),
+        "calls_per_round": each.calls_per_round,
+        "rate": contender.work.rate(each.median_ms),
         "unit": contender.work.unit,
     }
-
-
-def _relate(rows: Sequence[Row], yardstick: Row | None) -> None:
-    if yardstick is None or yardstick["status"] != "ok":
-        return
-    for row in rows:
-        if row["status"] == "ok" and row["unit"] == yardstick["unit"]:
-            row["ratio"] = row["rate"] / yardstick["rate"]
 
 
 def _worst(errors: Errors) -> float | None:

@@ -25,6 +25,8 @@ class Workload:
         Mask aligned to the bottom right.
     setting
         1: P2 is trained, the backward gives dQ2 and dK2. 2: P1 is trained, dQ1 and dK1.
+    group
+        Query heads that share a key head, on both sides.
     """
 
     heads: int
@@ -35,6 +37,7 @@ class Workload:
     dtype: str = "bfloat16"
     causal: bool = False
     setting: int = 1
+    group: int = 1
 
     def __post_init__(self) -> None:
         sizes = {
@@ -43,6 +46,7 @@ class Workload:
             "num_keys": self.num_keys,
             "head_dim1": self.head_dim1,
             "head_dim2": self.head_dim2,
+            "group": self.group,
         }
         for name, size in sizes.items():
             if size < 1:
@@ -53,15 +57,29 @@ class Workload:
             raise ValueError(
                 f"setting: expected 1 (P2 trained) or 2 (P1 trained), got {self.setting}"
             )
+        if self.heads % self.group:
+            raise ValueError(
+                f"group: expected a divisor of the {self.heads} heads, got {self.group}"
+            )
 
     @property
     def name(self) -> str:
         """For instance ``bh32_q16384_k16384_d128x128_bf16_causal``."""
-        mask = "_causal" if self.causal else ""
+        mask = (f"_group{self.group}" if self.group > 1 else "") + "_causal" * self.causal
         return (
             f"bh{self.heads}_q{self.num_queries}_k{self.num_keys}"
             f"_d{self.head_dim1}x{self.head_dim2}_{SHORT_DTYPES[self.dtype]}{mask}"
         )
+
+    @property
+    def key_heads(self) -> int:
+        """Heads of the keys."""
+        return self.heads // self.group
+
+    @property
+    def trained_dim(self) -> int:
+        """Head dim of the side that gets gradients."""
+        return self.head_dim2 if self.setting == 1 else self.head_dim1
 
     @property
     def num_rows(self) -> int:
@@ -95,8 +113,17 @@ class Workload:
 
         The same count holds for separate kernels, which do six.
         """
-        trained = self.head_dim2 if self.setting == 1 else self.head_dim1
-        return 2 * self.pairs * (self.head_dim1 + self.head_dim2 + 2 * trained)
+        return 2 * self.pairs * (self.head_dim1 + self.head_dim2 + 2 * self.trained_dim)
+
+    @property
+    def forward_dim(self) -> float:
+        """Head dim of the square problem whose forward does as many operations."""
+        return (self.head_dim1 + self.head_dim2) / 2
+
+    @property
+    def backward_dim(self) -> float:
+        """The same for the backward."""
+        return (self.head_dim1 + self.head_dim2 + 2 * self.trained_dim) / 4
 
     @property
     def attention_forward_flops(self) -> float:
@@ -110,14 +137,22 @@ class Workload:
 
     @property
     def input_bytes(self) -> int:
-        """q1, k1, q2 and k2 together."""
+        """q1, k1, q2 and k2 together; keys that heads share count once."""
         columns = self.head_dim1 + self.head_dim2
-        return self.heads * (self.num_queries + self.num_keys) * columns * ITEM_BYTES[self.dtype]
+        return (self.num_rows + self.key_heads * self.num_keys) * columns * ITEM_BYTES[self.dtype]
 
     @property
     def forward_bytes(self) -> int:
         """The least that the forward moves: inputs read once, kl, lse1 and lse2 written once."""
         return self.input_bytes + 3 * STATISTIC_BYTES * self.num_rows
+
+    @property
+    def backward_bytes(self) -> int:
+        """The least that the backward moves: inputs, statistics and dkl read once, dQ and dK
+        written once."""
+        gradients = self.num_rows + self.key_heads * self.num_keys
+        written = gradients * self.trained_dim * ITEM_BYTES[self.dtype]
+        return self.input_bytes + written + 4 * STATISTIC_BYTES * self.num_rows
 
     @property
     def logits_bytes(self) -> int:
@@ -137,14 +172,29 @@ def masks(workload: Workload, which: str) -> tuple[Workload, ...]:
     return tuple(replace(workload, causal=causal) for causal in chosen)
 
 
-# Defaults of each command; the quick ones only show that everything runs.
+def shrunk(workload: Workload) -> Workload:
+    """A small problem of the same kind, which only shows that everything runs.
+
+    Examples
+    --------
+    >>> shrunk(Workload(32, 16384, 16384, 128, 64)).name
+    'bh8_q1024_k1024_d128x64_bf16'
+    """
+    most_keys = 16384 if workload.num_queries < 64 else 1024
+    num_keys = min(workload.num_keys, most_keys)
+    return replace(
+        workload,
+        heads=min(workload.heads, 8 * workload.group),
+        num_queries=min(workload.num_queries, num_keys),
+        num_keys=num_keys,
+    )
+
+
+# Defaults of each command, and what the cases of `cases.py` are made of.
 SQUARE = Workload(32, 16384, 16384, 128, 128)
-SQUARE_QUICK = Workload(8, 2048, 2048, 128, 128)
 SMALL_Q = Workload(16, 1, 131072, 128, 128)
-SMALL_Q_QUICK = Workload(16, 1, 16384, 128, 128)
-SMALL_Q_LENGTHS = (1, 16, 64)
 OVERHEAD = Workload(4, 128, 128, 64, 64)
 MEMORY = Workload(32, 16384, 16384, 128, 128)
-MEMORY_QUICK = Workload(8, 2048, 2048, 128, 128)
 MEMORY_LENGTHS = (1024, 4096, 16384)
 MEMORY_LENGTHS_QUICK = (1024, 2048)
+LONGEST = Workload(8, 524288, 524288, 128, 128, causal=True)

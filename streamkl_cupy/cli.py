@@ -516,7 +516,12 @@ def _tune(options: argparse.Namespace) -> tuple[Payload, int]:
         disable=options.json,
     ) as progress:
         line = progress.add_task("tune", total=None)
-        swept = tune.tune(tasks, facts, say=lambda text: progress.update(line, description=text))
+        swept = tune.tune(
+            tasks,
+            facts,
+            seconds=options.limit,
+            say=lambda text: progress.update(line, description=text),
+        )
     path = None
     if not options.dry_run:
         path = choices.store(card, facts, [tasks[name].tuned(swept[name].choice) for name in tasks])
@@ -581,7 +586,7 @@ def _show_tune(payload: Payload, console: Console) -> None:
             numbers = ("-" if time is None else f"{time:.3f}" for time in times)
             mark = "the plan's own" if one["own"] else one["detail"]
             style = "bold red" if one["status"] == "wrong" else None
-            if one["status"] != "slow":
+            if one["status"] not in ("slow", "untried"):
                 table.add_row(one["what"], *numbers, mark, style=style)
         console.print(table, markup=False)
         num_slow = sum(one["status"] == "slow" for one in task["tried"])
@@ -590,7 +595,9 @@ def _show_tune(payload: Payload, console: Console) -> None:
             if task["kept"]
             else "the plan's own choice is as fast as any"
         )
-        console.print(f"{num_slow} slower ones not shown; {verdict}.\n", highlight=False)
+        num_untried = sum(one["status"] == "untried" for one in task["tried"])
+        untried = f", {num_untried} not reached in time" if num_untried else ""
+        console.print(f"{num_slow} slower ones not shown{untried}; {verdict}.\n", highlight=False)
     kept = payload["file"]
     text = f"Kept in {kept}; every later process plans by it." if kept else "Nothing was kept."
     console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -836,6 +843,13 @@ def _parser() -> argparse.ArgumentParser:
     tuned.add_argument("--forward-only", action="store_true", help="not the backward")
     tuned.add_argument(
         "--deterministic", action="store_true", help="the backward that is the same in every run"
+    )
+    tuned.add_argument(
+        "--limit",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="for all of it, about (default: %(default)g)",
     )
     tuned.add_argument("--dry-run", action="store_true", help="only show; keep nothing")
 

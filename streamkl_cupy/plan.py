@@ -1159,6 +1159,7 @@ def shape_of(problem: Problem) -> tuple[int, int, int]:
 
 def _tuned(problem: Problem, device: DeviceFacts, of: ProblemClass) -> Choice:
     """What was measured for this very shape, or else for one of its class."""
+    # Nothing is measured with rows off 16 bytes, whose loads are guarded.
     alike = [one for one in device.tuned if one.problem_class == of] if problem.aligned else []
     for one in alike:
         if one.shape == shape_of(problem):
@@ -1289,7 +1290,7 @@ def backward_candidates(
     own = planned(NO_CHOICE)
     is_fused = any(side.fused is not None for side in own.sides)
     found = {own: Choice(strategy="fused" if is_fused else "separate")}
-    for strategy in ("fused", "separate"):
+    for strategy in ("separate", "fused"):
         base = Choice(strategy=strategy)
         found.setdefault(planned(base), base)
         for side in planned(base).sides:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, TimeoutError, as_completed
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -30,6 +32,8 @@ HOPELESS = 2.0
 # Who takes part in the rounds that decide, besides the plan's own.
 FINALISTS = 6
 SCREEN_ROUNDS, SCREEN_MS = 3, 5.0
+# Of the time that there is.
+COMPILE_SHARE, SCREEN_SHARE = 0.5, 0.6
 # Tiles whose numbers of splits are tried, too.
 SPLIT_TILES = 3
 # What differs by less is as fast: the plan's own choice stays.
@@ -51,8 +55,9 @@ class Tried:
     planned, choice
         What ran, and the choice that leads to it.
     status
-        ``"ok"``; ``"slow"`` where it was left out of the rounds that decide; ``"wrong"``; or
-        ``"refused"`` where a kernel does not compile, spills or does not run.
+        ``"ok"``; ``"slow"`` where it was left out of the rounds that decide; ``"wrong"``;
+        ``"refused"`` where a kernel does not compile, spills or does not run; or ``"untried"``
+        where there was no time left.
     detail
         Why it is not ok.
     timing
@@ -116,6 +121,8 @@ def sweep(
     refused: Mapping[Kernel, str],
     pause: Callable[[], None] = timing.rest,
     rounds: int = timing.ROUNDS,
+    seconds: float = math.inf,
+    clock: Callable[[], float] = time.monotonic,
     say: Callable[[str], None] = lambda text: None,
 ) -> Swept:
     """Find the fastest of the candidates for one problem.
@@ -132,6 +139,9 @@ def sweep(
         Kernels that must not be chosen, and why: what `compile_kernels` returned.
     pause, rounds
         As `timing.measure` takes them.
+    seconds, clock
+        How long it may take, about, and what tells. Who is not reached in time is left out; the
+        plan's own choice never is.
     say
         Told what is going on.
 
@@ -140,6 +150,7 @@ def sweep(
     RuntimeError
         If the plan's own choice is wrong or does not run: then there is nothing to compare with.
     """
+    deadline = clock() + seconds
     trial = _Trial(subject, stopwatch, refused, say)
     own_plan, own_choice = next(iter(candidates.items()))
     own = trial.admit(own_plan, own_choice)
@@ -152,16 +163,23 @@ def sweep(
     groups: dict[object, list[tuple[Plan, plan.Choice]]] = {}
     for chosen, choice in candidates.items():
         groups.setdefault(getattr(chosen, "tile", choice), []).append((chosen, choice))
-    times = trial.screen(group[0] for group in groups.values())
+    screening_ends = deadline - (1 - SCREEN_SHARE) * seconds if seconds < math.inf else math.inf
+
+    def in_time() -> bool:
+        return clock() < screening_ends
+
+    times = trial.screen((group[0] for group in groups.values()), in_time)
     by_speed = sorted(
         (group for group in groups.values() if group[0][1] in times),
         key=lambda group: times[group[0][1]],
     )
-    times |= trial.screen(item for group in by_speed[:SPLIT_TILES] for item in group[1:])
+    splits = (item for group in by_speed[:SPLIT_TILES] for item in group[1:])
+    times |= trial.screen(splits, in_time)
 
-    finalists = [own_choice, *sorted(times, key=times.__getitem__)[:FINALISTS]]
-    together = combined(finalists)
-    if together is not None:
+    screened = sorted(times, key=times.__getitem__)
+    finalists = [own_choice, *screened[:FINALISTS]]
+    together = combined(screened)
+    if together is not None and in_time():
         chosen = under(together, subject.planned)()
         if trial.admit(chosen, together).status == "slow":
             finalists.append(together)
@@ -171,6 +189,7 @@ def sweep(
         {str(place): under(one, subject.call) for place, one in enumerate(finalists)},
         stopwatch,
         rounds=rounds,
+        budget_ms=max(0.0, deadline - clock()) * 1e3,
         pause=pause,
     )
     timed = [
@@ -211,6 +230,7 @@ class _Trial:
         self._stopwatch = stopwatch
         self._refused = refused
         self._say = say
+        self._fastest_ms = math.inf
 
     def admit(self, chosen: Plan, choice: plan.Choice) -> Tried:
         """Check a candidate once; it counts as slow until it is timed."""
@@ -229,12 +249,20 @@ class _Trial:
             return "refused", f"{type(error).__name__}: {error}".splitlines()[0]
         return ("wrong", wrong) if wrong else ("slow", "")
 
-    def screen(self, items: Iterable[tuple[Plan, plan.Choice]]) -> dict[plan.Choice, float]:
+    def screen(
+        self, items: Iterable[tuple[Plan, plan.Choice]], in_time: Callable[[], bool]
+    ) -> dict[plan.Choice, float]:
         """Milliseconds of those that are right and not hopeless, roughly."""
-        right = [item[1] for item in items if self.admit(*item).status == "slow"]
+        right = []
+        for chosen, choice in items:
+            if choice not in self.tried and not in_time():
+                self.tried[choice] = Tried(chosen, choice, "untried")
+            elif self.admit(chosen, choice).status == "slow":
+                right.append(choice)
         calls = {one: under(one, self._subject.call) for one in right}
         once = {one: self._stopwatch(call, 1) for one, call in calls.items()}
-        hopeful = [one for one in right if once[one] <= HOPELESS * min(once.values())]
+        self._fastest_ms = min(self._fastest_ms, *once.values(), math.inf)
+        hopeful = [one for one in right if once[one] <= HOPELESS * self._fastest_ms]
         timings = timing.measure(
             {str(place): calls[one] for place, one in enumerate(hopeful)},
             self._stopwatch,
@@ -275,7 +303,11 @@ def kernels_of(plans: Iterable[Plan]) -> tuple[Kernel, ...]:
 
 
 def compile_kernels(
-    kernels: Iterable[Kernel], arch: str, *, on_step: Callable[[str], None] = lambda name: None
+    kernels: Iterable[Kernel],
+    arch: str,
+    *,
+    seconds: float = math.inf,
+    on_step: Callable[[str], None] = lambda name: None,
 ) -> dict[Kernel, str]:
     """Compile kernels in processes of their own; they are found on disk from then on.
 
@@ -285,17 +317,21 @@ def compile_kernels(
         Names and template arguments.
     arch
         Of the card.
+    seconds
+        How long it may take, about; what has not been begun by then is left out.
     on_step
         Told the name of each kernel that is ready.
 
     Returns
     -------
     dict
-        Those that must not be chosen, and why: they do not compile, or they spill registers.
+        Those that must not be chosen, and why: they do not compile, they spill registers, or there
+        was no time left.
     """
     todo = tuple(kernels)
+    deadline = time.monotonic() + seconds
     refused = {}
-    for kernel, reason in _compiled(todo, arch):
+    for kernel, reason in _compiled(todo, arch, deadline):
         on_step(jit.render(*kernel))
         if reason:
             refused[kernel] = reason
@@ -311,15 +347,27 @@ def compile_one(kernel: Kernel, arch: str) -> str:
     return f"{usage.spill_bytes} bytes of spills" if usage.spill_bytes else ""
 
 
-def _compiled(todo: tuple[Kernel, ...], arch: str) -> Iterator[tuple[Kernel, str]]:
+def _compiled(todo: tuple[Kernel, ...], arch: str, deadline: float) -> Iterator[tuple[Kernel, str]]:
     workers = min(len(todo), os.cpu_count() or 1)
+    late = "there was no time left to compile it"
     if workers < 2:
-        yield from ((kernel, compile_one(kernel, arch)) for kernel in todo)
+        for kernel in todo:
+            yield kernel, compile_one(kernel, arch) if time.monotonic() < deadline else late
         return
     # A fork would hand down a device that is in use.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        yield from zip(todo, pool.map(compile_one, todo, [arch] * len(todo)), strict=True)
+        waiting = {pool.submit(compile_one, kernel, arch): kernel for kernel in todo}
+        try:
+            left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+            for future in as_completed(tuple(waiting), left):
+                yield waiting.pop(future), future.result()
+        except TimeoutError:
+            for future in waiting:
+                future.cancel()
+        # Those that were running are waited for.
+        for future, kernel in waiting.items():
+            yield kernel, late if future.cancelled() else future.result()
 
 
 def under(choice: plan.Choice, call: Callable[[], Any]) -> Callable[[], Any]:
@@ -538,10 +586,37 @@ def difference(ours: Any, expected: Any) -> float:
     return float(np.linalg.norm(gap) / (norm or 1.0))
 
 
+def share_of(deadline: float, count: int) -> float:
+    """Seconds for the next of so many that follow each other until a deadline."""
+    return max(0.0, deadline - time.monotonic()) / count
+
+
+def compile_candidates(
+    candidates: Iterable[Mapping[Any, plan.Choice]],
+    arch: str,
+    *,
+    seconds: float = math.inf,
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[Kernel, str]:
+    """`compile_kernels` for the candidates of several problems, what the plan itself chooses
+    first."""
+    candidates = list(candidates)
+    own = [next(iter(found)) for found in candidates]
+    kernels = kernels_of([*own, *(made for found in candidates for made in found)])
+    done = itertools.count(1)
+    return compile_kernels(
+        kernels,
+        arch,
+        seconds=seconds,
+        on_step=lambda kernel: say(f"compiled {next(done)} of {len(kernels)} kernels"),
+    )
+
+
 def tune(
     tasks: Mapping[str, Task],
     facts: plan.DeviceFacts,
     *,
+    seconds: float = math.inf,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Swept]:
     """Sweep tasks on the current card, one after the other; keeps nothing on disk but kernels.
@@ -552,6 +627,8 @@ def tune(
         By name.
     facts
         Of the card.
+    seconds
+        How long it may take, about.
     say
         Told what is going on.
 
@@ -560,17 +637,14 @@ def tune(
     dict
         What was found, by the same names.
     """
+    deadline = time.monotonic() + seconds
     candidates = {name: task.candidates(facts) for name, task in tasks.items()}
-    kernels = kernels_of(one for found in candidates.values() for one in found)
-    done = itertools.count(1)
-    refused = compile_kernels(
-        kernels,
-        facts.arch,
-        on_step=lambda kernel: say(f"compiled {next(done)} of {len(kernels)} kernels"),
+    refused = compile_candidates(
+        candidates.values(), facts.arch, seconds=COMPILE_SHARE * seconds, say=say
     )
     stopwatch = timing.EventStopwatch(CupyClock())
     swept = {}
-    for name, task in tasks.items():
+    for index, (name, task) in enumerate(tasks.items()):
         say(f"{name}: making inputs")
         subject = ArraySubject(task, facts)
         swept[name] = sweep(
@@ -578,6 +652,7 @@ def tune(
             subject,
             stopwatch,
             refused=refused,
+            seconds=share_of(deadline, len(tasks) - index),
             say=lambda text, name=name: say(f"{name}: {text}"),  # type: ignore[misc]
         )
         del subject

@@ -20,6 +20,7 @@ _MODULES = {
     "eager": ("torch_peers", "torch"),
     "compile": ("torch_peers", "torch"),
     "chunked": ("torch_peers", "torch"),
+    "kept": ("torch_peers", "torch"),
     "cublas": ("yardsticks", "torch"),
     "cudnn": ("yardsticks", "torch"),
     "flash": ("yardsticks", "torch"),

@@ -1,4 +1,5 @@
-"""The same quantity in PyTorch operations: eager, compiled, and eager in blocks of rows.
+"""The same quantity in PyTorch operations: eager, compiled, and eager in blocks of rows; a
+compiled backward that finds both distributions in memory.
 
 The products take the inputs as they are (bfloat16, float16) and give float32 logits; all else is
 float32. The logits are materialised: whole by ``eager`` and ``compile``, for 1024 query rows at
@@ -155,6 +156,8 @@ def _backward_whole(case: Case, state: tuple[Any, Any, Any], gradient: Any) -> O
 
 
 def _require(case: Case) -> None:
+    if case.workload.group > 1:
+        raise SkipError("shared keys are left out of this peer")
     if case.workload.causal and case.workload.num_queries > case.workload.num_keys:
         raise SkipError("rows without keys are left out of this peer")
 
@@ -162,6 +165,8 @@ def _require(case: Case) -> None:
 def forward(name: str, case: Case) -> Contender:
     """The forward of ``eager``, ``compile`` or ``chunked``."""
     _require(case)
+    if name == "kept":
+        raise SkipError("kept distributions are of the backward")
     if name == "chunked":
 
         def call() -> Outputs:
@@ -181,9 +186,49 @@ def forward(name: str, case: Case) -> Contender:
     )
 
 
+def kept_backward(
+    dkl: torch.Tensor, q: torch.Tensor, k: torch.Tensor, p1: torch.Tensor, p2: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dQ2 and dK2 before their scale, from distributions that a forward has left in memory."""
+    ds = ((p2.float() - p1.float()) * dkl[..., None]).to(q.dtype)
+    return torch.bmm(ds, k), torch.bmm(ds.mT, q)
+
+
+def _kept(case: Case) -> Contender:
+    """Both distributions in the dtype of the inputs, as a forward under autocast would keep them;
+    writing them, which a forward of this package need not, is not counted."""
+    if case.workload.setting != 1 or case.workload.causal:
+        raise SkipError("kept distributions are measured in Setting 1 without a mask")
+    rows = case.workload.num_queries
+    p1, p2 = (
+        torch.empty(
+            case.workload.heads, rows, case.workload.num_keys, dtype=q.dtype, device=q.device
+        )
+        for q in (case.q1, case.q2)
+    )
+    for p, q, k, scale in (
+        (p1, case.q1, case.k1, case.scale1),
+        (p2, case.q2, case.k2, case.scale2),
+    ):
+        for head in range(case.workload.heads):
+            p[head] = _logits(q[head, None], k[head, None], scale)[0].softmax(-1).to(q.dtype)
+    gradient = torch.compile(kept_backward, dynamic=False)
+    # The scale goes to dkl, so that it costs nothing.
+    dkl = case.dkl * case.scale2
+    return Contender(
+        name="torch compile, P1 and P2 kept",
+        call=lambda: gradient(dkl, case.q2, case.k2, p1, p2),
+        check=case.check_backward,
+        tolerances=case.tolerances_backward,
+        work=case.backward_work,
+    )
+
+
 def backward(name: str, case: Case) -> Contender:
-    """The backward of ``eager``, ``compile`` or ``chunked``."""
+    """The backward of ``eager``, ``compile``, ``chunked`` or ``kept``."""
     _require(case)
+    if name == "kept":
+        return _kept(case)
     state: Any = _forward_chunked(case)
     gradient = torch.compile(logit_gradient) if name == "compile" else logit_gradient
 

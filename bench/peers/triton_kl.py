@@ -392,6 +392,15 @@ def _tuned(key: tuple[object, ...], configs: Sequence[Config], launch: Launch) -
     return _chosen[key]
 
 
+# Tiles that are the fastest at this length are so beyond it; tuning there takes seconds a tile.
+TUNING_LENGTH = 16384
+
+
+def _tuning_shape(*inputs: torch.Tensor) -> tuple[int, int, int, int, int]:
+    heads, num_queries, num_keys, d1, d2 = _shape(*inputs)
+    return heads, min(num_queries, TUNING_LENGTH), min(num_keys, TUNING_LENGTH), d1, d2
+
+
 def _shape(q1: torch.Tensor, k1: torch.Tensor, q2: torch.Tensor) -> tuple[int, int, int, int, int]:
     heads, num_queries, d1 = q1.shape
     return heads, num_queries, k1.shape[1], d1, q2.shape[2]
@@ -419,7 +428,8 @@ def forward(
     scale1, scale2
         Positive logit scales.
     config
-        Tiles to use; the default tunes over a short list at the first call of a shape.
+        Tiles to use; the default tunes over a short list at the first call of a shape (lengths
+        beyond 16384 count as that).
 
     Returns
     -------
@@ -451,7 +461,7 @@ def forward(
         _run(forward_kernel, grid, arguments, options, only_compile)
 
     if config is None:
-        key = ("forward", *_shape(q1, k1, q2), q1.dtype, causal)
+        key = ("forward", *_tuning_shape(q1, k1, q2), q1.dtype, causal)
         config = _tuned(key, SMALL_Q_CONFIGS if num_queries <= 16 else FORWARD_CONFIGS, launch)
     launch(config, False)
     return kl, lse1, lse2
@@ -539,7 +549,7 @@ def backward(
         _run(dk_kernel, grid, (*inputs, dq, dk, *scalars), values, only_compile)
 
     if configs is None:
-        key = (*_shape(q1, k1, q2), q1.dtype, causal, setting)
+        key = (*_tuning_shape(q1, k1, q2), q1.dtype, causal, setting)
         if fused:
             dk_config = _tuned(("fused", *key), FUSED_CONFIGS, launch_dk)
         else:

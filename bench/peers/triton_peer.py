@@ -11,6 +11,8 @@ from . import triton_kl
 
 def _require(case: Case) -> None:
     """Raise `SkipError` for what the kernels do not do."""
+    if case.workload.group > 1:
+        raise SkipError("shared keys")
     for head_dim in (case.workload.head_dim1, case.workload.head_dim2):
         if head_dim < 16 or head_dim & (head_dim - 1):
             raise SkipError(f"head dim {head_dim} is not a power of two from 16 up")

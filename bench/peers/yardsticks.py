@@ -91,6 +91,8 @@ def _read(case: Case) -> Contender:
 def _attention_inputs(case: Case) -> tuple[torch.Tensor, ...]:
     """q, k and v as ``(1, BH, N, D)``; v are the keys of side 2."""
     workload = case.workload
+    if workload.group > 1:
+        raise SkipError("attention is not measured with shared keys")
     if workload.head_dim1 != workload.head_dim2:
         raise SkipError("attention is not measured with two head dims")
     if workload.causal and workload.num_queries != workload.num_keys:

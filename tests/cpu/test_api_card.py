@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -570,6 +571,30 @@ class TestWarmup:
         chosen = plan.forward(self.problem(4096, 4096, 256), FACTS)
         assert chosen.kernels[0].shared_memory > 0
         assert max(shared for *_, shared in self.loaded) > 48 * 1024
+
+    def test_what_was_tuned_is_loaded_too(
+        self, card: Card, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        problem = self.problem(500, 3000, 256)
+        tile = plan.BackwardTile(1, 2, 16, 16, 2)
+        choice = plan.Choice(backward_tiles=(("backward_dk_sm80", tile),))
+        of = plan.problem_class(problem, ("k2",), deterministic=True)
+        entry = plan.TunedChoice(of, plan.shape_of(problem), choice)
+        facts = dataclasses.replace(FACTS, tuned=(entry,))
+        monkeypatch.setattr(launch, "device_facts", lambda index: facts)
+        chosen = plan.backward(problem, facts, ("k2",), deterministic=True)
+        wanted = {(kernel.kernel, kernel.template) for kernel in chosen.kernels}
+        for options, is_loaded in (
+            ({"head_dim2": 64}, False),
+            ({"dtype": "float16"}, False),
+            ({"backward": False}, False),
+            ({}, True),
+        ):
+            self.loaded.clear()
+            skl.warmup(**{"head_dim1": 64, "head_dim2": 128, "device": DEVICE} | options)
+            assert (wanted <= {(kernel, template) for kernel, template, *_ in self.loaded}) is (
+                is_loaded
+            ), options
 
     def test_progress(self) -> None:
         seen: list[tuple[int, int, str]] = []

@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 
 from bench import __main__ as command_line
-from bench import digest, peers, record, report, startup, timing
+from bench import bars, cases, digest, peers, record, report, startup, timing
+from bench.bars import Bar
 from bench.contender import Entry, SkipError, Work
-from bench.workloads import Workload, masks
+from bench.workloads import Workload, masks, shrunk
+from streamkl_cupy.timing import MAX_CALLS, Timing, measure
 
 ROOT = Path(__file__).resolve().parents[2]
 SQUARE = Workload(32, 16384, 16384, 128, 128)
@@ -205,7 +207,7 @@ def test_what_makes_a_run_fail(status, ours, failed):
     assert _report(rows=[{"status": status, "ours": ours}]).failed is failed
 
 
-# Timing, by a stopwatch that only counts.
+# Timing, by a stopwatch that only counts; its turns are tested in test_tune.py.
 
 
 class FakeStopwatch:
@@ -220,10 +222,14 @@ class FakeStopwatch:
         return self.each_ms[call()] * count
 
 
-def test_rounds_are_interleaved_and_every_call_goes_first():
+def no_pause():
+    pass
+
+
+def test_turns_are_stretches_of_time():
     stopwatch = FakeStopwatch({"a": 10.0, "b": 4.0, "c": 30.0})
     calls = {"a": lambda: "a", "b": lambda: "b", "c": lambda: "c"}
-    timings = timing.measure(calls, stopwatch, rounds=3, round_ms=20.0)
+    timings = measure(calls, stopwatch, rounds=3, round_ms=20.0, pause=no_pause)
     assert [name for name, _ in stopwatch.asked[-9:]] == list("abcbcacab")
     assert dict(stopwatch.asked[-3:]) == {"a": 2, "b": 5, "c": 1}
     assert {name: t.median_ms for name, t in timings.items()} == {"a": 10.0, "b": 4.0, "c": 30.0}
@@ -231,18 +237,156 @@ def test_rounds_are_interleaved_and_every_call_goes_first():
 
 
 def test_no_round_holds_more_calls_than_the_queue_of_the_device():
-    timings = timing.measure({"a": lambda: "a"}, FakeStopwatch({"a": 1e-4}), rounds=1)
-    assert timings["a"].calls_per_round == timing.MAX_CALLS
+    watch = FakeStopwatch({"a": 1e-4})
+    timings = measure({"a": lambda: "a"}, watch, rounds=1, pause=no_pause)
+    assert timings["a"].calls_per_round == MAX_CALLS
 
 
 def test_nothing_to_measure():
-    assert timing.measure({}, FakeStopwatch({})) == {}
+    assert measure({}, FakeStopwatch({})) == {}
 
 
-def test_median_and_spread():
-    found = timing.Timing((1.0, 4.0, 2.0), 7)
-    assert found.median_ms == 2.0
-    assert found.spread == 1.5
+# Bars.
+
+
+def timed(**figures):
+    """Entries of one measurement: work of 1e12 operations, and milliseconds a round."""
+    return {name: (Work(1e12, "TFLOP/s"), Timing(tuple(ms), 1)) for name, ms in figures.items()}
+
+
+def test_a_bar_is_the_median_of_the_ratios_in_each_round():
+    found = timed(ours=(1.0, 2.0, 4.0), cudnn=(1.0, 1.0, 4.0))
+    assert bars.reached(Bar("ours", ("cudnn",), "cuDNN"), found) == 1.0
+    twice = found | {"cudnn": (Work(2e12, "TFLOP/s"), found["cudnn"][1])}
+    assert bars.reached(Bar("ours", ("cudnn",), "cuDNN"), twice) == 0.5
+
+
+def test_of_several_the_fastest_counts_and_a_sum_needs_all():
+    found = timed(ours=(1.0, 1.0), a=(2.0, 2.0), b=(3.0, 3.0))
+    assert bars.reached(Bar("ours", ("a", "b", "missing"), "both"), found) == 2.0
+    assert bars.reached(Bar("ours", ("a", "b"), "both", is_sum=True), found) == 5.0
+    assert bars.reached(Bar("ours", ("a", "missing"), "both", is_sum=True), found) is None
+    assert bars.reached(Bar("ours", ("missing",), "none"), found) is None
+    assert bars.reached(Bar("missing", ("a",), "none"), found) is None
+
+
+def test_a_bar_says_whether_it_was_met():
+    assert [bars.judged("x", 0.9, ratio)["met"] for ratio in (0.9, 0.89, None)] == [
+        True,
+        False,
+        None,
+    ]
+    assert bars.judged("x", None, 0.1)["met"] is None
+    row = {}
+    bars.put(row, bars.judged("cuDNN", 0.9, 0.85))
+    bars.put(row, bars.judged("Triton", None, 2.0))
+    assert row["bars_text"] == "0.850 of cuDNN (bar 0.9: MISSED); 2.000 of Triton"
+    assert bars.text(bars.judged("x", 1.0, None)) == "- of x (bar 1: not measured)"
+
+
+def test_rates_between_square_problems():
+    points = [(64, 400.0), (128, 600.0), (256, 650.0)]
+    assert bars.interpolated(points, 80) == pytest.approx(450.0)
+    assert bars.interpolated(points, 128) == pytest.approx(600.0)
+    assert bars.interpolated(points, 200) == pytest.approx(600 + 50 * 72 / 128)
+    assert bars.interpolated(points[:1], 80) is None
+
+
+# Cases.
+
+COMMANDS = {
+    "forward": cases.forward(),
+    "backward": cases.backward(),
+    "small-q": cases.small_q(),
+    "tune forward": cases.tune_forward(),
+    "tune backward": cases.tune_backward(),
+}
+
+
+def entries_of(spec, is_backward):
+    names = set(spec.ours)
+    for peer in spec.peers:
+        assert peer in peers.PEERS
+        names |= {e.name for e in peers.backward_entries([peer], None)} if is_backward else {peer}
+    return names
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_cases_hold_together(command):
+    specs = COMMANDS[command]
+    assert len({spec.label for spec in specs}) == len(specs)
+    assert len({spec.workload for spec in specs}) >= len(specs) - 1
+    for spec in specs:
+        names = entries_of(spec, "backward" in command)
+        assert not spec.yardstick or spec.yardstick in names
+        for bar in spec.bars:
+            assert bar.entry in spec.ours
+            assert set(bar.against) <= names, spec.label
+    for spec in cases.quick(specs):
+        assert spec.workload.num_keys <= 16384
+        assert spec.workload.heads <= 64
+        assert spec.bars == ()
+
+
+def shares(command, against):
+    """The least ratios of a command's bars, by case."""
+    found = {}
+    for spec in COMMANDS[command]:
+        for bar in spec.bars:
+            if bar.title.startswith(against):
+                found.setdefault(spec.label, []).append(bar.least)
+    return found
+
+
+def test_the_bars_of_the_forward():
+    assert shares("forward", "cuDNN") == {
+        "d = 128, N = 16K, full": [0.95],
+        "d = 128, N = 64K, full": [0.95],
+        "d = 128, N = 16K, causal": [0.96],
+        "d = 128, N = 64K, causal": [0.96],
+        "d = 64, N = 16K, full": [0.80],
+        "d = 256, N = 16K, full": [0.97],
+        "d = 256, N = 16K, causal": [0.95],
+    }
+    assert list(shares("forward", "Triton").values()) == [[1.45]] * 4 + [[1.3], [1.0], [1.0]]
+    longest = COMMANDS["forward"][-1].workload
+    assert longest.name == "bh8_q524288_k524288_d128x128_bf16_causal"
+    unequal = [spec for spec in COMMANDS["forward"] if spec.interpolated is not None]
+    assert [spec.workload.forward_dim for spec in unequal] == [128, 80]
+    assert {spec.interpolated for spec in unequal} == {0.9}
+
+
+def test_the_bars_of_the_backward():
+    assert shares("backward", "cuDNN") == {
+        "Setting 1, d = 128, N = 16K, full": [0.98, 0.80],
+        "Setting 1, d = 128, N = 16K, causal": [0.99, 0.80],
+        "Setting 2, d = 128, N = 16K, full": [0.96, 0.80],
+        "Setting 2, d = 128, N = 16K, causal": [0.98, 0.80],
+        "d = 64": [0.93],
+    }
+    assert shares("backward", "cuBLAS") == {"d = 256": [0.75]}
+    assert list(shares("backward", "Triton").values()) == [[1.65], [1.65]]
+    assert list(shares("backward", "torch.compile").values()) == [[1.0]] * 3
+    assert list(shares("backward", "copy").values()) == [[0.65]] * 2
+    unequal = [spec for spec in COMMANDS["backward"] if spec.interpolated is not None]
+    assert [spec.workload.backward_dim for spec in unequal] == [96, 56]
+
+
+def test_the_bars_of_few_queries():
+    assert list(shares("small-q", "read").values()) == [[0.88], [0.88], [None], [0.88]]
+    assert list(shares("small-q", "the best number").values()) == [[0.98]] * 6
+    (grouped,) = (spec.workload for spec in COMMANDS["small-q"] if spec.workload.group > 1)
+    assert (grouped.key_heads, grouped.num_keys) == (16, 131072)
+    alone = replace(grouped, heads=16, group=1)
+    assert grouped.forward_bytes - alone.forward_bytes == (128 - 16) * (256 * 2 + 12)
+
+
+def test_shared_keys_need_a_divisor():
+    with pytest.raises(ValueError, match="group: expected a divisor of the 32 heads, got 5"):
+        replace(SQUARE, group=5)
+    grouped = replace(SQUARE, group=4)
+    assert grouped.name == "bh32_q16384_k16384_d128x128_bf16_group4"
+    assert shrunk(grouped).heads == 32
 
 
 def test_only_busy_samples_of_the_card_count():
@@ -292,6 +436,7 @@ def test_without_a_card_the_command_says_so(monkeypatch, capsys):
         (["forward", "--peers", "triton,fla"], "got 'fla'"),
         (["forward", "--n", "0"], "expected a whole number from 1 up, got '0'"),
         (["memory", "--causal", "both"], "invalid choice: 'both'"),
+        (["tune", "sideways"], "invalid choice: 'sideways'"),
     ],
 )
 def test_wrong_options_are_refused(arguments, message, capsys):
@@ -301,8 +446,10 @@ def test_wrong_options_are_refused(arguments, message, capsys):
 
 
 def test_every_command_takes_quick_and_out():
-    for name in ("forward", "backward", "small-q", "overhead", "memory", "startup"):
-        options = command_line.parser().parse_args([name, "--quick", "--out", "somewhere"])
+    tune = "tune backward"
+    for name in ("forward", "backward", "small-q", "overhead", "memory", "startup", tune):
+        words = [*name.split(), "--quick", "--out", "somewhere"]
+        options = command_line.parser().parse_args(words)
         assert options.quick
         assert options.out == Path("somewhere")
 
@@ -426,6 +573,7 @@ CASES = {
     "two head dims": Workload(1, 10, 33, 8, 24),
     "causal, rows without keys": Workload(2, 40, 17, 16, 8, causal=True),
     "setting 2": Workload(2, 20, 30, 16, 16, setting=2, causal=True),
+    "shared keys": Workload(6, 20, 30, 16, 8, causal=True, group=3),
     "setting 2, rows without keys": Workload(2, 40, 17, 16, 8, setting=2, causal=True),
 }
 
@@ -509,14 +657,22 @@ def _with(outputs, index, value):
     return outputs
 
 
-def _run(entries, yardstick=None):
+def _run(entries, yardstick=None, to_reach=()):
     from bench.runner import run_case
 
     def watch(call, count):
         call()
         return 2.0 * count
 
-    return run_case("full", entries, watch, rounds=2, yardstick=yardstick)
+    return run_case(
+        "full",
+        entries,
+        watch,
+        rounds=2,
+        yardstick=yardstick,
+        to_reach=to_reach,
+        pause=no_pause,
+    )
 
 
 def test_only_right_results_get_a_figure(case):
@@ -590,3 +746,120 @@ def test_the_unit_of_a_case_decides_what_a_forward_counts(torch):
     assert Case(workload, "cpu").forward_work == Work(workload.forward_flops, "TFLOP/s")
     by_bytes = Case(workload, "cpu", unit="TB/s").forward_work
     assert by_bytes == Work(workload.forward_bytes, "TB/s")
+
+
+def test_kept_distributions_give_the_right_gradients(torch, monkeypatch):
+    from bench.case import Case
+    from bench.runner import is_right
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    (entry,) = peers.backward_entries(["kept"], Case(CASES["square"], "cpu"))
+    contender = entry.make()
+    assert is_right(contender.check(contender.call()), contender.tolerances)
+    for name in ("causal", "setting 2", "shared keys"):
+        (entry,) = peers.backward_entries(["kept"], Case(CASES[name], "cpu"))
+        with pytest.raises(SkipError):
+            entry.make()
+
+
+def test_bars_come_with_the_rows(case):
+    half = Work(case.forward_work.amount / 2, "TFLOP/s")
+    to_reach = [Bar("ours", ("stick",), "stick", 2.5), Bar("ours", ("wrong",), "wrong", 1.0)]
+    rows = _run(
+        [
+            _entry(case, "ours", lambda outputs: outputs),
+            _entry(case, "stick", lambda outputs: outputs, work=half),
+            _entry(case, "wrong", lambda outputs: _with(outputs, (0, 0), 7.0)),
+        ],
+        to_reach=to_reach,
+    )
+    assert rows[0]["bars"] == [
+        {"against": "stick", "least": 2.5, "reached": pytest.approx(2.0), "met": False},
+        {"against": "wrong", "least": 1.0, "reached": None, "met": None},
+    ]
+    assert "bars" not in rows[1]
+
+
+def _options(*words):
+    return command_line.parser().parse_args(words)
+
+
+def _chosen(*words):
+    from bench import commands
+
+    custom = (("ours",), ("cudnn",), "cudnn")
+    return commands._specs(_options(*words), cases.forward(), SQUARE, *custom)
+
+
+def test_options_choose_among_the_cases(torch):
+    assert _chosen("forward") == cases.forward()
+    causal = _chosen("forward", "--causal", "causal")
+    assert len(causal) == 4
+    assert all(spec.workload.causal for spec in causal)
+    assert _chosen("forward", "--quick") == cases.quick(cases.forward())
+    (spec,) = _chosen("forward", "--d", "96", "--causal", "full")
+    assert spec.workload == replace(SQUARE, head_dim1=96, head_dim2=96)
+    assert (spec.peers, spec.bars) == (("cudnn",), ())
+    alone = _chosen("forward", "--peers", "cudnn")
+    assert {spec.peers for spec in alone} == {("cudnn",)}
+    assert {bar.title for spec in alone for bar in spec.bars} == {"cuDNN attention"}
+
+
+def test_problems_with_two_head_dims_are_held_against_square_ones(torch):
+    from bench import commands
+
+    rates = {"d = 128, N = 16K, full": 600.0, "d = 64, N = 16K, full": 400.0}
+    rates |= {"d1 = 192, d2 = 64": 540.0, "d1 = 128, d2 = 32": 404.0}
+    # Other lengths and masks do not count.
+    rates |= dict.fromkeys(("d = 128, N = 64K, full", "d = 256, N = 16K, causal"), 1e6)
+    specs = cases.forward()
+    rows = [{"case": spec.label, "entry": "ours", "rate": rates.get(spec.label)} for spec in specs]
+    commands._interpolate(specs, rows, lambda shape: shape.forward_dim)
+    found = {row["case"]: row["bars"][0] for row in rows if "bars" in row}
+    assert {label: (bar["reached"], bar["met"]) for label, bar in found.items()} == {
+        "d1 = 192, d2 = 64": (pytest.approx(0.9), True),
+        "d1 = 128, d2 = 32": (pytest.approx(404 / 450), False),
+    }
+
+
+def test_a_bar_beside_the_splits_is_one_beside_each(torch):
+    from bench import commands
+
+    bar = Bar("ours", ("ours, no split", cases.SPLITS), "others")
+    names = ("ours", "ours, no split", "ours, 2 splits", "ours, 9 splits")
+    assert commands._expanded(bar, names).against == names[1:]
+
+
+def test_the_table_of_a_sweep(torch):
+    from bench import tuning
+    from streamkl_cupy import plan, tune
+
+    spec = cases.tune_forward()[0]
+    task = tuning.task_of(spec, "forward")
+    (pair,) = [spec for spec in cases.tune_backward() if spec.ours == (cases.SEPARATE,)]
+    assert tuning.task_of(pair, "backward").deterministic
+    assert tuning.task_of(cases.tune_backward()[2], "backward").wrt == ("q1", "k1")
+
+    (own_plan, own_choice), (plan_, choice), *_ = task.candidates(
+        plan.device_facts("sm_90a")
+    ).items()
+    own = tune.Tried(own_plan, own_choice, "ok", timing=Timing((2.2, 2.2), 1))
+    best = tune.Tried(plan_, choice, "ok", timing=Timing((2.0, 2.0), 1))
+    wrong = tune.Tried(plan_, choice, "wrong", "errors")
+    refused = tune.Tried(plan_, choice, "refused", "8 bytes of spills")
+    slow = tune.Tried(plan_, choice, "slow")
+    swept = tune.Swept(own, best, (best, own, wrong, refused, slow), 1.1)
+    rows = tuning.rows_of("case", swept)
+    assert [(row["mark"], row["status"]) for row in rows] == [
+        ("best", "ok"),
+        ("plan", "ok"),
+        ("", "wrong"),
+        ("", "skipped"),
+    ]
+    assert rows[1]["behind"] == pytest.approx(1.1)
+    assert "takes 1.100 times the best, beyond the noise. 1 slower" in tuning.note_of("c", swept)
+    same = replace(swept, best=own, gain=1.0)
+    assert "the plan's choice is the best" in tuning.note_of("c", same)
+    made = report.Report("tune_forward", "Title", tuning.COLUMNS, rows)
+    assert made.failed
+    assert "1.100" in made.markdown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import types
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from streamkl_cupy import __version__, api, audit, cli
+from streamkl_cupy import __version__, api, audit, choices, cli, launch, plan, timing, tune
 
 NO_CARD = "there is no NVIDIA card"
 SMALL = ["--num-queries", "17", "--num-keys", "20", "--num-heads", "2", "--head-dim1", "16"]
@@ -285,6 +286,123 @@ class TestWarmup:
         assert stopped.value.code == cli.CANNOT
         assert "--head-dims" in capsys.readouterr().err
         assert not calls
+
+
+class TestTune:
+    """On a card that is only pretended, where one tile is the fastest."""
+
+    CARD = "NVIDIA H200"
+    FACTS = plan.device_facts("sm_90a")
+    FASTEST = plan.WarpgroupTile(2, 96, 3, False)
+    SMALL = ("--num-heads", "4", "--num-queries", "512")
+
+    @pytest.fixture(autouse=True)
+    def pretended(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        device = types.SimpleNamespace(id=0)
+        cuda = types.SimpleNamespace(Device=lambda: device)
+        cupy = types.SimpleNamespace(cuda=cuda)
+
+        def sweep(
+            tasks: dict[str, tune.Task], facts: plan.DeviceFacts, *, seconds: float, say: Any
+        ) -> dict[str, tune.Swept]:
+            assert seconds == 120
+            return {name: self.swept(task, facts) for name, task in tasks.items()}
+
+        def device_facts(index: int) -> plan.DeviceFacts:
+            return self.FACTS
+
+        device_facts.cache_clear = lambda: None  # type: ignore[attr-defined]
+        monkeypatch.setattr(cli, "find_card", lambda: (cupy, self.CARD))
+        monkeypatch.setattr(launch, "device_facts", device_facts)
+        monkeypatch.setattr(tune, "tune", sweep)
+        self.wrong = ""
+
+    def swept(self, task: tune.Task, facts: plan.DeviceFacts) -> tune.Swept:
+        candidates = task.candidates(facts)
+        own = next(iter(candidates))
+        wrong = self.wrong
+
+        class Subject:
+            def planned(self) -> tune.Plan:
+                return task.planned(facts)
+
+            call = planned
+
+            def check(self) -> str:
+                return "" if self.planned() == own else wrong
+
+        def watch(call: timing.Call, count: int) -> float:
+            return count * (0.5 if self.is_fastest(call()) else 1.0)
+
+        return tune.sweep(candidates, Subject(), watch, refused={}, pause=lambda: None, rounds=3)
+
+    def is_fastest(self, made: Any) -> bool:
+        return getattr(made, "tile", None) == self.FASTEST
+
+    def test_the_fastest_is_kept_for_later_calls(self, run: Any, cache: Path) -> None:
+        text = run("tune", *self.SMALL)
+        path = cache / "choices-nvidia_h200-sm_90a.json"
+        assert f"Kept in {path}; every later process plans by it." in text
+        assert "the fastest is 2.00 times as fast as the plan's own" in text
+        assert "the plan's own choice is as fast as any" in text, "of the gradients"
+        assert "forward_sm90<2, 96, 3, false>" in text
+        (entry,) = choices.load(self.CARD, self.FACTS)
+        assert entry.choice.forward_tile == self.FASTEST
+        assert entry.shape == (4, 512, 512)
+
+    def test_json_and_dry_run(self, run_json: Any, cache: Path) -> None:
+        words = ["--dry-run", "--wrt", "q1", "q2", "k2", "--deterministic", "--num-key-heads2", "1"]
+        payload = run_json("tune", *self.SMALL, *words)
+        assert payload["file"] is None
+        assert list(cache.iterdir()) == []
+        names = [task["task"] for task in payload["tasks"]]
+        assert names == ["forward", "gradients of q1", "gradients of q2 k2"]
+        forward = payload["tasks"][0]
+        assert forward["kept"]
+        assert forward["gain"] == 2.0
+        assert sum(one["own"] for one in forward["tried"]) == 1
+        assert {one["status"] for one in forward["tried"]} == {"ok", "slow"}
+
+    def test_the_forward_alone(self, run_json: Any) -> None:
+        payload = run_json("tune", "--forward-only", "--dry-run", *self.SMALL)
+        assert [task["task"] for task in payload["tasks"]] == ["forward"]
+
+    def test_a_wrong_candidate_is_exit_code_1(self, run_json: Any) -> None:
+        self.wrong = "differs"
+        payload = run_json("tune", "--forward-only", *self.SMALL, code=1)
+        (task,) = payload["tasks"]
+        assert not task["kept"]
+        assert {one["detail"] for one in task["tried"] if one["status"] == "wrong"} == {"differs"}
+        assert choices.load(self.CARD, self.FACTS) == ()
+
+    def test_turned_off_there_is_nothing_to_keep(
+        self, run: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("STREAMKL_CHOICES", "0")
+        text = run("tune", *self.SMALL, code=2)
+        assert "STREAMKL_CHOICES turns tuned choices off" in text
+        assert "Nothing was kept." in run("tune", "--forward-only", "--dry-run", *self.SMALL)
+
+    def test_sizes_that_are_none(self, run: Any) -> None:
+        assert "head dimension" in run("tune", "--head-dim1", "100", code=2)
+
+    def test_info_shows_what_is_in_force(self) -> None:
+        problem_of = cli._tune_tasks(
+            cli._parser().parse_args(["tune", *self.SMALL, "--causal", "--num-key-heads1", "2"]),
+            tune.Task,
+        )
+        choice = plan.Choice(4, "forward_sm90", self.FASTEST)
+        entry = cli._tuned_entry(problem_of["forward"].tuned(choice))
+        assert entry == {
+            "problem": "forward: bfloat16, 4 heads, 512 x 512, head dims 128 128, causal, groups "
+            "of 2 and 1",
+            "choice": "forward_sm90(2, 96, 3, False) 4 splits",
+        }
+        tile = plan.BackwardTile(1, 8, 32, 32, 2)
+        choice = plan.Choice(strategy="separate", backward_tiles=(("backward_dk_sm80", tile),))
+        entry = cli._tuned_entry(problem_of["gradients of q2 k2"].tuned(choice))
+        assert entry["problem"].startswith("gradients of k2 q2: ")
+        assert entry["choice"] == "separate backward_dk_sm80(1, 8, 32, 32, 2)"
 
 
 class TestCache:

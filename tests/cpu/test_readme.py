@@ -75,13 +75,15 @@ def test_a_figure_changed_by_hand_is_found(tmp_path: Path) -> None:
     rows: list[Row] = [
         {"case": "full", "contender": "forward", "status": "ok", "median_ms": 3.14159, "rate": 512},
         {"case": "full", "contender": "eager", "status": "skipped"},
+        {"case": "long", "contender": "forward", "status": "ok", "headline": False},
     ]
     write_results(tmp_path / "bench" / "results", "speed", "NVIDIA X", rows)
     path = "bench/results/speed.json"
     table = readme.render([path], tmp_path)
     assert table.startswith(f"One NVIDIA X. [Title speed]({path}).\n")
-    assert "| speed, full | forward | 3.14 | 512 | - |\n" in table
+    assert "| speed, full | forward | 3.14 | 512 | - | - |\n" in table
     assert "eager" not in table
+    assert "long" not in table
     text = f"<!-- speed:begin -->\n{table}<!-- speed:end -->\n"
     assert speed_problems(text, tmp_path) == []
     assert speed_problems(text.replace("3.14", "2.14"), tmp_path) == [f"not what ['{path}'] say"]
