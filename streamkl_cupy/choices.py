@@ -240,6 +240,9 @@ def _choice(
         raise ValueError(f"unknown strategy {strategy!r}")
     if num_splits is not None and not 1 <= num_splits <= max(1, problem.num_keys):
         raise ValueError(f"{num_splits} splits of {problem.num_keys} keys")
+    generation = fields["backward_kernel"]
+    if generation is not None and generation not in plan.BACKWARD_KERNELS:
+        raise ValueError(f"unknown kernel {generation!r}")
     cuts = {}
     for name, cut in fields["backward_tiles"]:
         if name not in plan.BACKWARD_KERNELS or not wrt:
@@ -250,5 +253,6 @@ def _choice(
         forward_kernel=kernel,
         forward_tile=None if kernel is None else tile(kernel, fields["forward_tile"]),
         strategy=strategy,
+        backward_kernel=generation,
         backward_tiles=tuple(cuts.items()),
     )

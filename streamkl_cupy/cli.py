@@ -366,8 +366,7 @@ def _tuned_entry(one: Any) -> Payload:
 def _choice_text(choice: Any) -> str:
     tiles = [(choice.forward_kernel, choice.forward_tile), *choice.backward_tiles]
     words = [f"{kernel}{dataclasses.astuple(tile)}" for kernel, tile in tiles if tile is not None]
-    if choice.strategy is not None:
-        words.insert(0, choice.strategy)
+    words = [word for word in (choice.strategy, choice.backward_kernel) if word] + words
     if choice.num_splits is not None and choice.num_splits > 1:
         words.append(f"{choice.num_splits} splits")
     return " ".join(words)

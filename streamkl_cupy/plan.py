@@ -346,6 +346,8 @@ class Choice:
         The forward's kernel, and the tile of the kernel whose tile it is.
     strategy
         ``"fused"`` or ``"separate"``, where the caller asked for ``"auto"``.
+    backward_kernel
+        A backward kernel; one of the portable ones keeps Hopper's out of the whole call.
     backward_tiles
         Pairs of a backward kernel and its tile.
     """
@@ -1203,7 +1205,12 @@ def _with_tuned_backward(
     is_hopper = any(kernel.endswith("sm90") for kernel, _ in tuned.backward_tiles)
     if is_hopper and why_not_sm90(problem, device):
         return choice
-    return replace(choice, strategy=tuned.strategy, backward_tiles=tuned.backward_tiles)
+    return replace(
+        choice,
+        strategy=tuned.strategy,
+        backward_kernel=tuned.backward_kernel,
+        backward_tiles=tuned.backward_tiles,
+    )
 
 
 def tile_candidates(
@@ -1273,14 +1280,18 @@ def forward_candidates(problem: Problem, device: DeviceFacts) -> dict[ForwardPla
     return found
 
 
+# Stands for its generation, see `Choice`.
+PORTABLE = "backward_dq_sm80"
+
+
 def backward_candidates(
     problem: Problem, device: DeviceFacts, wrt: tuple[str, ...], *, deterministic: bool = False
 ) -> dict[BackwardPlan, Choice]:
     """Different plans of the gradients of one side, with the choices that lead to them; the plan's
     own first.
 
-    Both strategies, and in each the tiles of one kernel at a time: those of two kernels can be
-    measured apart and put together.
+    Both strategies, by the plan's kernels and by the portable ones, and in each the tiles of one
+    kernel at a time: those of two kernels can be measured apart and put together.
     """
     device, wrt = replace(device, tuned=()), tuple(sorted(wrt))
 
@@ -1290,8 +1301,8 @@ def backward_candidates(
     own = planned(NO_CHOICE)
     is_fused = any(side.fused is not None for side in own.sides)
     found = {own: Choice(strategy="fused" if is_fused else "separate")}
-    for strategy in ("separate", "fused"):
-        base = Choice(strategy=strategy)
+    for strategy, generation in itertools.product(("separate", "fused"), (None, PORTABLE)):
+        base = Choice(strategy=strategy, backward_kernel=generation)
         found.setdefault(planned(base), base)
         for side in planned(base).sides:
             for kernel in (side.fused, side.dq, side.dk):

@@ -279,21 +279,22 @@ def combined(order: Iterable[plan.Choice]) -> plan.Choice | None:
     Parameters
     ----------
     order
-        Choices from the fastest on.
+        Choices from the fastest on. Kernels of the generation of the first separate one count.
 
     Returns
     -------
     Choice or None
         None if there are not two kernels with tiles to put together.
     """
-    tiles: dict[str, plan.BackwardTile | plan.BackwardWarpgroupTile] = {}
-    for choice in order:
-        if choice.strategy == "separate":
+    separate = [one for one in order if one.strategy == "separate"]
+    tiles: dict[str, Any] = {}
+    for choice in separate:
+        if choice.backward_kernel == separate[0].backward_kernel:
             for kernel, tile in choice.backward_tiles:
                 tiles.setdefault(kernel, tile)
     if len(tiles) < 2:
         return None
-    return plan.Choice(strategy="separate", backward_tiles=tuple(sorted(tiles.items())))
+    return dataclasses.replace(separate[0], backward_tiles=tuple(sorted(tiles.items())))
 
 
 def kernels_of(plans: Iterable[Plan]) -> tuple[Kernel, ...]:

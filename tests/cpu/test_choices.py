@@ -145,6 +145,7 @@ def test_a_damaged_file_is_ignored(stored: Path, content: bytes) -> None:
         (("choice", "forward_tile"), {"num_consumers": 9}),
         (("choice", "forward_tile"), None),
         (("choice", "strategy"), "quick"),
+        (("choice", "backward_kernel"), "backward_dq_sm70"),
         (("choice", "backward_tiles"), [["backward_dk_sm80", {"row_tiles": 1}]]),
         (("shape",), [16, 1000]),
         (("shape",), [16, 100_000, 4000]),

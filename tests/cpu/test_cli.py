@@ -345,7 +345,7 @@ class TestTune:
         assert f"Kept in {path}; every later process plans by it." in text
         assert "the fastest is 2.00 times as fast as the plan's own" in text
         assert "the plan's own choice is as fast as any" in text, "of the gradients"
-        assert "forward_sm90<2, 96, 3, false>" in text
+        assert "forward_sm90<2, 96, 3, false" in text
         (entry,) = choices.load(self.CARD, self.FACTS)
         assert entry.choice.forward_tile == self.FASTEST
         assert entry.shape == (4, 512, 512)

@@ -95,7 +95,8 @@ def test_the_fastest_tile_and_number_of_splits_are_found() -> None:
     assert len(times) <= tune.FINALISTS + 1
     entry = of.tuned(swept.choice)
     assert entry.problem_class == plan.problem_class(of.problem)
-    assert "forward_sm90<2, 96, 3, false>, 16 splits" in swept.best.text
+    assert swept.best.text.startswith("forward_sm90<2, 96, 3, false")
+    assert swept.best.text.endswith(", 16 splits")
 
 
 def test_the_plans_own_choice_stays_where_nothing_is_faster() -> None:
@@ -179,6 +180,25 @@ def test_the_best_tiles_of_separate_kernels_are_put_together() -> None:
     assert swept.best.text.count("backward_d") == 2
 
 
+def test_only_tiles_of_one_generation_are_put_together() -> None:
+    narrow, wide = plan.BackwardTile(1, 2, 16, 16, 2), plan.BackwardTile(1, 8, 32, 32, 2)
+
+    def separate(kernel: str, tile: plan.BackwardTile, generation: str | None) -> plan.Choice:
+        return plan.Choice(
+            strategy="separate", backward_kernel=generation, backward_tiles=((kernel, tile),)
+        )
+
+    best = separate("backward_dk_sm80", wide, plan.PORTABLE)
+    other = separate("backward_dq_sm90", narrow, None)
+    second = separate("backward_dq_sm80", narrow, plan.PORTABLE)
+    late = separate("backward_dk_sm80", narrow, plan.PORTABLE)
+    together = tune.combined([plan.Choice(strategy="fused"), best, other, second, late])
+    assert together is not None
+    assert dict(together.backward_tiles) == {"backward_dk_sm80": wide, "backward_dq_sm80": narrow}
+    assert together.backward_kernel == plan.PORTABLE
+    assert tune.combined([best, other, late]) is None
+
+
 def test_time_that_runs_out_leaves_the_plans_own() -> None:
     of = task()
     ticks = itertools.count()
@@ -249,11 +269,8 @@ def test_kernels_that_must_not_be_chosen(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def small_kernels() -> list[tune.Kernel]:
-    prepare = [("backward_prepare", (("kSide", side),)) for side in (1, 2)]
-    finish = [
-        ("backward_finish", (("Element", "bf16"), ("kHeadDim", head_dim))) for head_dim in (32, 64)
-    ]
-    return [("reduce_splits", ()), *prepare, *finish]
+    small = ("reduce_splits", "backward_prepare", "backward_finish")
+    return [kernel for kernel in plan.specialisations("sm_90a") if kernel[0] in small][:5]
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
