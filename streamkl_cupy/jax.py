@@ -6,7 +6,7 @@
 >>> attention_kl(q, k, q, k).tolist()
 [0.0, 0.0]
 
-Two primitives, forward and backward, between XLA's buffers and ``plan`` and ``launch``::
+Two primitives, forward and backward, between XLA's buffers and what `api` prepares::
 
     attention_kl -> custom_vjp -> primitive -> lowering for the platform -> buffer_callback
 
@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from streamkl_cupy import env, interop, jit, launch, plan, reference
+from streamkl_cupy import api, env, interop, plan, reference
 from streamkl_cupy.problem import (
     INPUTS,
     ITEM_BYTES,
@@ -33,7 +33,6 @@ from streamkl_cupy.problem import (
     Operand,
     Problem,
     check_flag,
-    check_gpu,
     check_options,
     describe,
     message,
@@ -377,92 +376,71 @@ def _describe(inputs: Sequence[Any], options: _Options, device: Device) -> Probl
 
 def _forward_on_cuda(*inputs: Any, options: _Options, is_kept: bool) -> list[Any]:
     problem = _describe(inputs, options, Device("cuda"))
-    check_gpu(problem)
-    plans = {
-        index: plan.forward(problem, facts, force=env.force()) for index, facts in _cards().items()
-    }
-    workspaces = _prepare(plans)
+    force, override = env.force(), plan.current_override()
+    prepared = {index: api.prepare_forward(problem, index, force, override) for index in _cards()}
     types = _forward_types(*map(jax.typeof, inputs), options=options, is_kept=is_kept)
+    workspaces = _load(prepared)
     part_bytes = problem.num_rows * ITEM_BYTES["float32"]
     current_device = interop.cupy().cuda.runtime.getDevice
 
     def start(context: Any, results: Sequence[Any], *inputs: Any) -> None:
-        index = current_device()
-        pointers = dict(zip(INPUTS, map(_address, inputs), strict=True))
+        pointers = dict(api.NULL_POINTERS)
+        for name, array in zip(INPUTS, inputs, strict=True):
+            pointers[name] = _address(array)
         pointers["kl"], *others = map(_address, results)
-        saved = others[0] if is_kept else 0
-        for position, name in enumerate(_SAVED):
-            pointers[name] = saved and saved + position * part_bytes
+        if is_kept:
+            for position, name in enumerate(_SAVED):
+                pointers[name] = others[0] + position * part_bytes
         workspace = _round_up(others[-1]) if workspaces else 0
-        launch.forward(plans[index], problem, pointers, workspace, context.stream, index)
+        prepared[current_device()].launch(pointers, workspace, context.stream)
 
     return _call(start, (*types, *workspaces), inputs)[: len(types)]
 
 
 def _backward_on_cuda(dkl: Any, *arrays: Any, options: _Options, wrt: tuple[str, ...]) -> list[Any]:
-    inputs = arrays[:4]
-    problem = _describe(inputs, options, Device("cuda"))
-    plans = {
-        index: plan.backward(
-            problem,
-            facts,
-            wrt,
-            deterministic=options.deterministic,
+    problem = _describe(arrays[:4], options, Device("cuda"))
+    override = plan.current_override()
+    prepared = {
+        index: api.prepare_backward(
+            problem, index, override, wrt, "auto", options.deterministic, problem.row
         )
-        for index, facts in _cards().items()
+        for index in _cards()
     }
-    workspaces = _prepare(plans)
     types = _backward_types(*map(jax.typeof, (dkl, *arrays)), wrt=wrt)
+    workspaces = _load(prepared)
     part_bytes = problem.num_rows * ITEM_BYTES["float32"]
     names, gradients = ("dkl", *INPUTS, "kl"), tuple("d" + name for name in wrt)
     current_device = interop.cupy().cuda.runtime.getDevice
 
     def start(context: Any, results: Sequence[Any], *arrays: Any) -> None:
-        index = current_device()
+        pointers = dict(api.NULL_POINTERS)
         *some, saved = map(_address, arrays)
-        pointers = dict(zip(names, some, strict=True))
+        pointers.update(zip(names, some, strict=True))
         for position, name in enumerate(_SAVED):
             pointers[name] = saved + position * part_bytes
         *outputs, workspace = map(_address, results)
         pointers.update(zip(gradients, outputs, strict=True))
-        launch.backward(
-            plans[index],
-            problem,
-            problem.row,
-            pointers,
-            _round_up(workspace),
-            context.stream,
-            index,
-        )
+        prepared[current_device()].launch(pointers, _round_up(workspace), context.stream)
 
     return _call(start, (*types, *workspaces), (dkl, *arrays))[: len(types)]
 
 
-def _cards() -> dict[int, plan.DeviceFacts]:
-    """The CUDA devices of this process, by the index that CUDA knows them by."""
-    indices = [device.local_hardware_id for device in jax.local_devices(backend="cuda")]
-    return {index: launch.device_facts(index) for index in indices}
+def _cards() -> list[int]:
+    """The CUDA devices of this process, as CUDA counts them."""
+    return [device.local_hardware_id for device in jax.local_devices(backend="cuda")]
 
 
-def _prepare(plans: Mapping[int, plan.ForwardPlan | plan.BackwardPlan]) -> list[Any]:
-    """Build and load all kernels of the plans; return the type of the workspace, if there is one.
+def _load(prepared: Mapping[int, api.Prepared]) -> list[Any]:
+    """Build and load all kernels; return the type of the workspace, if there is one.
 
     Nothing can be loaded any more while XLA records a command buffer.
     """
-    for index, chosen in plans.items():
-        for kernel in chosen.kernels:
-            jit.function(
-                kernel.kernel,
-                kernel.template,
-                chosen.arch,
-                index,
-                shared_memory=kernel.shared_memory,
-            )
-    size = max(chosen.workspace_bytes for chosen in plans.values())
-    if not size:
-        return []
-    # XLA aligns less than the kernels need.
-    return [jax.ShapeDtypeStruct((size + plan.WORKSPACE_ALIGNMENT,), np.uint8)]
+    for each in prepared.values():
+        each.load()
+    size = max(each.workspace_bytes for each in prepared.values())
+    # XLA may align less than the kernels need.
+    padded = size + plan.WORKSPACE_ALIGNMENT
+    return [jax.ShapeDtypeStruct((padded,), np.uint8)] if size else []
 
 
 def _call(start: Callable[..., None], types: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:

@@ -29,14 +29,15 @@ from jax.experimental.buffer_callback import buffer_callback
 from jax.interpreters import mlir
 
 import streamkl_cupy.jax as door
-from streamkl_cupy import interop, jit, launch, plan, reference
+from streamkl_cupy import api, interop, plan, reference
 from streamkl_cupy.jax import attention_kl
-from streamkl_cupy.problem import INPUTS, Problem, Strides, gradient_strides
+from streamkl_cupy.problem import INPUTS, Problem, Strides, check_gpu, gradient_strides
 from tests.cases import draw
 from tests.compare import assert_all_accurate
 
 ROOT = Path(__file__).resolve().parents[2]
 SUBSETS = [names for n in range(1, 5) for names in itertools.combinations(INPUTS, n)]
+FACTS = plan.device_facts("sm_90a")
 CPU = jax.local_devices(backend="cpu")[0]
 
 
@@ -573,80 +574,94 @@ except ImportError as error:
 # A card that is only pretended
 
 
+class Prepared:
+    """What `api.Prepared` is, for a card that is only pretended."""
+
+    def __init__(
+        self, card: Card, index: int, chosen: Any, launch: Callable[[dict[str, int]], None]
+    ) -> None:
+        self.workspace_bytes = chosen.workspace_bytes
+        self.is_loaded = False
+        self._card, self._index, self._chosen, self._launch = card, index, chosen, launch
+        card.prepared.append(self)
+
+    def load(self) -> None:
+        self.is_loaded = True
+
+    def launch(self, pointers: dict[str, int], workspace: int, stream: int) -> None:
+        assert self.is_loaded
+        assert (self._index, stream) == (Card.CURRENT, Card.STREAM)
+        assert pointers.keys() == api.NULL_POINTERS.keys()
+        assert bool(workspace) == bool(self.workspace_bytes)
+        assert workspace % plan.WORKSPACE_ALIGNMENT == 0
+        if workspace:
+            ctypes.memset(workspace, 0xFF, self.workspace_bytes)
+        self._card.launched.append(self._chosen)
+        self._launch(pointers)
+
+
 class Card:
     """Stands for two cards, the second of which is the current one."""
 
-    STREAM = 0xBEEF
+    STREAM, CURRENT = 0xBEEF, 1
 
     def __init__(self) -> None:
-        self.loaded: set[tuple[str, int]] = set()
-        self.launched: list[tuple[Any, Problem]] = []
+        self.prepared: list[Prepared] = []
+        self.launched: list[Any] = []
 
     class cuda:
         class runtime:
             @staticmethod
             def getDevice() -> int:
-                return 1
+                return Card.CURRENT
 
-    def load(self, kernel: str, template: Any, arch: str, index: int, **_: Any) -> None:
-        self.loaded.add((kernel, index))
+    def forward(self, problem: Problem, index: int, *_: Any) -> Prepared:
+        check_gpu(problem)
+        chosen = plan.forward(problem, FACTS)
 
-    def forward(
-        self,
-        chosen: plan.ForwardPlan,
-        problem: Problem,
-        pointers: dict[str, int],
-        workspace: int,
-        stream: int,
-        device_index: int,
-    ) -> None:
-        self.check(chosen, workspace, stream, device_index)
-        self.launched.append((chosen, problem))
-        state = reference.attention_kl(**self.inputs(problem, pointers), return_state=True)
-        rows = {"kl": state.kl, "lse1": state.lse1, "lse2": state.lse2}
-        rows |= {"lse1_low": state.lse1 * 0 + 0.25, "lse2_low": state.lse2 * 0 - 0.25}
-        for name, values in rows.items():
-            if pointers[name]:
-                self.rows(problem, pointers[name])[...] = values
+        def launch(pointers: dict[str, int]) -> None:
+            state = reference.attention_kl(**self.inputs(problem, pointers), return_state=True)
+            rows = {"kl": state.kl, "lse1": state.lse1, "lse2": state.lse2}
+            rows |= {"lse1_low": state.lse1 * 0 + 0.25, "lse2_low": state.lse2 * 0 - 0.25}
+            for name, values in rows.items():
+                if pointers[name]:
+                    self.rows(problem, pointers[name])[...] = values
+
+        return Prepared(self, index, chosen, launch)
 
     def backward(
         self,
-        chosen: plan.BackwardPlan,
         problem: Problem,
+        index: int,
+        override: object,
+        wrt: tuple[str, ...],
+        strategy: str,
+        deterministic: bool,
         dkl: Strides,
-        pointers: dict[str, int],
-        workspace: int,
-        stream: int,
-        device_index: int,
-    ) -> None:
-        self.check(chosen, workspace, stream, device_index)
-        self.launched.append((chosen, problem))
+    ) -> Prepared:
+        check_gpu(problem)
         assert dkl == problem.row
-        names = ("dkl", "kl", "lse1", "lse2", "lse1_low", "lse2_low")
-        rows = {name: self.rows(problem, pointers[name]) for name in names}
-        assert (rows["lse1_low"] == 0.25).all()
-        assert (rows["lse2_low"] == -0.25).all()
-        wrt = tuple(name for name in INPUTS if "d" + name in pointers)
-        inputs = self.inputs(problem, pointers)
-        state = reference.ReferenceState(rows["kl"], rows["lse1"], rows["lse2"])
-        gradients = reference.attention_kl_backward(rows["dkl"], **inputs, state=state, wrt=wrt)
-        for name, gradient in zip(wrt, gradients, strict=True):
-            strides = gradient_strides(problem, name)
-            dtype = inputs[name].dtype
-            self.view(pointers["d" + name], gradient.shape, strides, dtype)[...] = gradient
+        chosen = plan.backward(problem, FACTS, wrt, strategy=strategy, deterministic=deterministic)
+
+        def launch(pointers: dict[str, int]) -> None:
+            names = ("dkl", "kl", "lse1", "lse2", "lse1_low", "lse2_low")
+            rows = {name: self.rows(problem, pointers[name]) for name in names}
+            assert (rows["lse1_low"] == 0.25).all()
+            assert (rows["lse2_low"] == -0.25).all()
+            assert wrt == tuple(name for name in INPUTS if pointers["d" + name])
+            inputs = self.inputs(problem, pointers)
+            state = reference.ReferenceState(rows["kl"], rows["lse1"], rows["lse2"])
+            gradients = reference.attention_kl_backward(rows["dkl"], **inputs, state=state, wrt=wrt)
+            for name, gradient in zip(wrt, gradients, strict=True):
+                strides, dtype = gradient_strides(problem, name), inputs[name].dtype
+                self.view(pointers["d" + name], gradient.shape, strides, dtype)[...] = gradient
+
+        return Prepared(self, index, chosen, launch)
 
     def callback(self, start: Callable[..., None], results: Any, **options: Any) -> Any:
         assert options == {"command_buffer_compatible": True}
         context = types.SimpleNamespace(stream=self.STREAM)
         return buffer_callback(lambda _, *arrays: start(context, *arrays), results)
-
-    def check(self, chosen: Any, workspace: int, stream: int, device_index: int) -> None:
-        assert (stream, device_index) == (self.STREAM, 1)
-        assert {(kernel.kernel, 1) for kernel in chosen.kernels} <= self.loaded
-        assert bool(workspace) == bool(chosen.workspace_bytes)
-        assert workspace % plan.WORKSPACE_ALIGNMENT == 0
-        if workspace:
-            ctypes.memset(workspace, 0xFF, chosen.workspace_bytes)
 
     def inputs(self, problem: Problem, pointers: dict[str, int]) -> dict[str, Any]:
         lengths = {"q": problem.num_queries, "k": problem.num_keys}
@@ -682,13 +697,11 @@ class Card:
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     card = Card()
-    facts = plan.device_facts("sm_90a")
     monkeypatch.setattr(interop, "cupy", lambda: card)
-    monkeypatch.setattr(jit, "function", card.load)
-    monkeypatch.setattr(launch, "forward", card.forward)
-    monkeypatch.setattr(launch, "backward", card.backward)
+    monkeypatch.setattr(api, "prepare_forward", card.forward)
+    monkeypatch.setattr(api, "prepare_backward", card.backward)
     monkeypatch.setattr(door, "buffer_callback", card.callback)
-    monkeypatch.setattr(door, "_cards", lambda: {0: facts, 1: facts})
+    monkeypatch.setattr(door, "_cards", lambda: [0, 1])
     monkeypatch.setattr(door, "_address", lambda x: np.asarray(x).__array_interface__["data"][0])
     rules = (
         (door._forward_p, door._forward_on_cuda, door._forward_on_cpu),
@@ -729,18 +742,19 @@ def test_on_a_card(
     assert_all_accurate(
         {name: np.asarray(x) for name, x in ours.items()}, taken | {"dkl": host["dkl"]}, options
     )
-    forward, backward = (chosen for chosen, _ in card.launched)
+    forward, backward = card.launched
     assert (forward.num_splits > 1) == (num_queries == 3)
     assert len(backward.sides) == 2
-    # Every card has every kernel before anything has run.
-    assert {index for _, index in card.loaded} == {0, 1}
+    # Each on both cards, loaded before anything has run.
+    assert len(card.prepared) == 4
+    assert all(prepared.is_loaded for prepared in card.prepared)
 
 
 def test_kl_alone_keeps_nothing(card: Card, rng: np.random.Generator) -> None:
     inputs = problem_in(rng, "bfloat16", num_queries=80)
     np.testing.assert_allclose(attention_kl(*inputs), kl_of(inputs), rtol=1e-4)
     jax.grad(lambda k2: attention_kl(*inputs[:3], k2, reduction="sum"))(inputs[3])
-    alone, forward, backward = (chosen for chosen, _ in card.launched)
+    alone, forward, backward = card.launched
     assert alone == forward
     assert [side.side for side in backward.sides] == [2]
     assert backward.sides[0].dq is None

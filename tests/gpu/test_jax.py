@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamkl_cupy import jit, launch
+from streamkl_cupy import api, jit
 from streamkl_cupy.problem import INPUTS
 from tests.gpu.card import Expected, random_inputs, same_bits
 from tests.gpu.usage import Usage
@@ -64,17 +64,14 @@ def door(jax: Any) -> Door:
 def addresses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, int], int]]:
     """The pointers and the stream of every launch."""
     seen: list[tuple[dict[str, int], int]] = []
-    for name, stream_position in (("forward", 4), ("backward", 5)):
-        original = getattr(launch, name)
+    original = api.Prepared.launch
 
-        def recorded(
-            *arguments: Any, start: Any = original, position: int = stream_position
-        ) -> None:
-            pointers, workspace, stream = arguments[position - 2 : position + 1]
-            seen.append((pointers | ({"workspace": workspace} if workspace else {}), stream))
-            start(*arguments)
+    def recorded(prepared: Any, pointers: Any, workspace: int, stream: int) -> None:
+        named = {name: pointer for name, pointer in pointers.items() if pointer}
+        seen.append((named | ({"workspace": workspace} if workspace else {}), stream))
+        original(prepared, pointers, workspace, stream)
 
-        monkeypatch.setattr(launch, name, recorded)
+    monkeypatch.setattr(api.Prepared, "launch", recorded)
     return seen
 
 
@@ -279,19 +276,18 @@ COMMAND_BUFFERS = """
 import sys
 import jax
 import numpy as np
-from streamkl_cupy import launch
+from streamkl_cupy import api
 from streamkl_cupy.jax import attention_kl
 from streamkl_cupy.problem import INPUTS
 from tests.gpu.card import Expected, random_inputs
 
 launches = 0
-def counted(start):
-    def call(*arguments):
-        global launches
-        launches += 1
-        start(*arguments)
-    return call
-launch.forward, launch.backward = counted(launch.forward), counted(launch.backward)
+original = api.Prepared.launch
+def launch(*arguments):
+    global launches
+    launches += 1
+    original(*arguments)
+api.Prepared.launch = launch
 
 def loss(q1, k1, q2, k2, dkl):
     kl = attention_kl(q1, k1, q2, k2, causal=True)
