@@ -301,7 +301,7 @@ def test_wrong_options_are_refused(arguments, message, capsys):
 
 
 def test_every_command_takes_quick_and_out():
-    for name in ("forward", "backward", "small-q", "overhead", "memory", "startup"):
+    for name in command_line._HELP:
         options = command_line.parser().parse_args([name, "--quick", "--out", "somewhere"])
         assert options.quick
         assert options.out == Path("somewhere")
