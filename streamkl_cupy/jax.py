@@ -375,13 +375,13 @@ def _describe(inputs: Sequence[Any], options: _Options, device: Device) -> Probl
 
 
 def _forward_on_cuda(*inputs: Any, options: _Options, is_kept: bool) -> list[Any]:
+    current_device = interop.cupy().cuda.runtime.getDevice
     problem = _describe(inputs, options, Device("cuda"))
     force, override = env.force(), plan.current_override()
     prepared = {index: api.prepare_forward(problem, index, force, override) for index in _cards()}
     types = _forward_types(*map(jax.typeof, inputs), options=options, is_kept=is_kept)
     workspaces = _load(prepared)
     part_bytes = problem.num_rows * ITEM_BYTES["float32"]
-    current_device = interop.cupy().cuda.runtime.getDevice
 
     def start(context: Any, results: Sequence[Any], *inputs: Any) -> None:
         pointers = dict(api.NULL_POINTERS)
@@ -398,6 +398,7 @@ def _forward_on_cuda(*inputs: Any, options: _Options, is_kept: bool) -> list[Any
 
 
 def _backward_on_cuda(dkl: Any, *arrays: Any, options: _Options, wrt: tuple[str, ...]) -> list[Any]:
+    current_device = interop.cupy().cuda.runtime.getDevice
     problem = _describe(arrays[:4], options, Device("cuda"))
     override = plan.current_override()
     prepared = {
@@ -410,7 +411,6 @@ def _backward_on_cuda(dkl: Any, *arrays: Any, options: _Options, wrt: tuple[str,
     workspaces = _load(prepared)
     part_bytes = problem.num_rows * ITEM_BYTES["float32"]
     names, gradients = ("dkl", *INPUTS, "kl"), tuple("d" + name for name in wrt)
-    current_device = interop.cupy().cuda.runtime.getDevice
 
     def start(context: Any, results: Sequence[Any], *arrays: Any) -> None:
         pointers = dict(api.NULL_POINTERS)
