@@ -418,9 +418,10 @@ def _backward_on_cuda(dkl: Any, *arrays: Any, options: _Options, wrt: tuple[str,
         pointers.update(zip(names, some, strict=True))
         for position, name in enumerate(_SAVED):
             pointers[name] = saved + position * part_bytes
-        *outputs, workspace = map(_address, results)
-        pointers.update(zip(gradients, outputs, strict=True))
-        prepared[current_device()].launch(pointers, _round_up(workspace), context.stream)
+        addresses = [*map(_address, results)]
+        workspace = _round_up(addresses.pop()) if workspaces else 0
+        pointers.update(zip(gradients, addresses, strict=True))
+        prepared[current_device()].launch(pointers, workspace, context.stream)
 
     return _call(start, (*types, *workspaces), (dkl, *arrays))[: len(types)]
 

@@ -622,7 +622,8 @@ class Card:
         def launch(pointers: dict[str, int]) -> None:
             state = reference.attention_kl(**self.inputs(problem, pointers), return_state=True)
             rows = {"kl": state.kl, "lse1": state.lse1, "lse2": state.lse2}
-            rows |= {"lse1_low": state.lse1 * 0 + 0.25, "lse2_low": state.lse2 * 0 - 0.25}
+            rows |= {"lse1_low": np.full_like(state.kl, 0.25)}
+            rows |= {"lse2_low": np.full_like(state.kl, -0.25)}
             for name, values in rows.items():
                 if pointers[name]:
                     self.rows(problem, pointers[name])[...] = values
@@ -758,6 +759,17 @@ def test_kl_alone_keeps_nothing(card: Card, rng: np.random.Generator) -> None:
     assert alone == forward
     assert [side.side for side in backward.sides] == [2]
     assert backward.sides[0].dq is None
+
+
+@pytest.mark.parametrize("lengths", [(0, 7), (5, 0)], ids=str)
+def test_nothing_to_compute_on_a_card(lengths: tuple[int, int], card: Card) -> None:
+    q, k = (jnp.ones((1, 2, length, 8), "bfloat16") for length in lengths)
+    gradients = jax.grad(lambda *x: attention_kl(*x, reduction="mean"), (0, 1, 2, 3))(q, k, q, k)
+    assert all((gradient == 0).all() for gradient in gradients)
+    # XLA makes no call whose results have no elements.
+    *forward, backward = card.launched
+    assert len(forward) == (lengths[0] > 0)
+    assert (backward.workspace_bytes > 0) == (lengths[0] > 0)
 
 
 def test_only_a_card_refuses_it(card: Card, rng: np.random.Generator) -> None:
