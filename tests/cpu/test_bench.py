@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from bench import __main__ as command_line
-from bench import digest, peers, record, report, startup, timing
+from bench import digest, jax_overhead, peers, record, report, startup, timing
 from bench.contender import Entry, SkipError, Work
 from bench.workloads import Workload, masks
 
@@ -590,3 +590,26 @@ def test_the_unit_of_a_case_decides_what_a_forward_counts(torch):
     assert Case(workload, "cpu").forward_work == Work(workload.forward_flops, "TFLOP/s")
     by_bytes = Case(workload, "cpu", unit="TB/s").forward_work
     assert by_bytes == Work(workload.forward_bytes, "TB/s")
+
+
+def test_overhead_jax_measures_each_case_in_a_process_with_its_flags(monkeypatch):
+    seen = []
+
+    def run(arguments, *, env, **_):
+        seen.append((arguments[-1], env["XLA_FLAGS"]))
+        row = {"contender": "attention_kl under jit", "ours": True, "status": "ok", "host_us": 1.0}
+        return subprocess.CompletedProcess(arguments, 0, f"noise\n{json.dumps([row])}\n", "")
+
+    monkeypatch.setenv("XLA_FLAGS", "--mine")
+    monkeypatch.setattr(jax_overhead.subprocess, "run", run)
+    report = jax_overhead.run(quick=True, say=lambda text: None)
+    assert [row["case"] for row in report.rows] == list(jax_overhead.CASES)
+    assert [flags for _, flags in seen] == [f"--mine {x}" for x in jax_overhead.CASES.values()]
+    assert all(code.endswith("child(quick=True)") for code, _ in seen)
+    assert not report.failed
+
+
+def test_overhead_jax_says_what_is_missing(monkeypatch, capsys):
+    monkeypatch.setattr(jax_overhead, "missing", lambda: "JAX is not installed")
+    assert command_line.main(["overhead-jax"]) == 2
+    assert "nothing can be measured here: JAX is not installed" in capsys.readouterr().err
