@@ -9,6 +9,7 @@ that of the card, and the launches compute with the reference through the addres
 from __future__ import annotations
 
 import ctypes
+import doctest
 import itertools
 import os
 import subprocess
@@ -455,6 +456,12 @@ def run_python(script: str, **variables: str) -> str:
 
 # -------------------------------------------------------------------------------------------------
 # Errors
+
+
+def test_the_examples_in_the_docstrings() -> None:
+    failed, attempted = doctest.testmod(door)
+    assert attempted > 0
+    assert failed == 0
 
 
 class Called(Exception):
