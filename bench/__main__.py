@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from . import startup
+from . import jax_overhead, startup
 from .peers import PEERS
 from .report import RESULTS, Report, environment
 from .timing import CardMonitor
@@ -33,6 +33,7 @@ _HELP = {
     "small-q": "few queries on many keys, with and without split keys",
     "tune": "how far the plan's tiles and splits are from the best candidates",
     "overhead": "what a call costs the host",
+    "overhead-jax": "what a call from JAX costs the host, without PyTorch",
     "memory": "peak device memory beside the formula",
     "startup": "time to the first result of a process, kernels compiled and cached",
 }
@@ -52,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
             "--out", type=Path, default=RESULTS, metavar="DIR", help="where the results go"
         )
         command.add_argument("--commit", help="the commit, for a tree without a git directory")
-        if name == "startup":
+        if name in ("overhead-jax", "startup"):
             continue
         if name == "tune":
             command.add_argument("direction", choices=("forward", "backward"))
@@ -144,7 +145,9 @@ def finish(
 def _run(options: argparse.Namespace, say: Callable[[str], None]) -> Report:
     if options.command == "startup":
         return startup.run(warm_processes=1 if options.quick else 5)
-    # Loads PyTorch, which startup does without.
+    if options.command == "overhead-jax":
+        return jax_overhead.run(quick=options.quick, say=say)
+    # Loads PyTorch, which the others do without.
     from .commands import COMMANDS
 
     return COMMANDS[options.command](options, say)
@@ -154,6 +157,8 @@ def _missing(command: str) -> str | None:
     """Why nothing can be measured here; None if it can."""
     if command == "startup":
         return _missing_for_startup()
+    if command == "overhead-jax":
+        return jax_overhead.missing()
     try:
         import torch
     except ImportError:

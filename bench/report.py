@@ -26,6 +26,7 @@ _DISTRIBUTIONS = {
     "cuda-core": ("cuda-core",),
     "torch": ("torch",),
     "triton": ("triton",),
+    "jax": ("jax",),
 }
 _MAX_TEXT_WIDTH = 60
 _CARD_FIELDS = ("name", "driver_version", "memory.total", "power.limit", "clocks.max.sm")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from bench import __main__ as command_line
-from bench import bars, cases, digest, peers, record, report, startup, timing
+from bench import bars, cases, digest, jax_overhead, peers, record, report, startup, timing
 from bench.bars import Bar
 from bench.contender import Entry, SkipError, Work
 from bench.workloads import Workload, masks, shrunk
@@ -447,7 +447,8 @@ def test_wrong_options_are_refused(arguments, message, capsys):
 
 def test_every_command_takes_quick_and_out():
     tune = "tune backward"
-    for name in ("forward", "backward", "small-q", "overhead", "memory", "startup", tune):
+    names = (name for name in command_line._HELP if name != "tune")
+    for name in (*names, tune):
         words = [*name.split(), "--quick", "--out", "somewhere"]
         options = command_line.parser().parse_args(words)
         assert options.quick
@@ -863,3 +864,26 @@ def test_the_table_of_a_sweep(torch):
     made = report.Report("tune_forward", "Title", tuning.COLUMNS, rows)
     assert made.failed
     assert "1.100" in made.markdown()
+
+
+def test_overhead_jax_measures_each_case_in_a_process_with_its_flags(monkeypatch):
+    seen = []
+
+    def run(arguments, *, env, **_):
+        seen.append((arguments[-1], env["XLA_FLAGS"]))
+        row = {"contender": "attention_kl under jit", "ours": True, "status": "ok", "host_us": 1.0}
+        return subprocess.CompletedProcess(arguments, 0, f"noise\n{json.dumps([row])}\n", "")
+
+    monkeypatch.setenv("XLA_FLAGS", "--mine")
+    monkeypatch.setattr(jax_overhead.subprocess, "run", run)
+    report = jax_overhead.run(quick=True, say=lambda text: None)
+    assert [row["case"] for row in report.rows] == list(jax_overhead.CASES)
+    assert [flags for _, flags in seen] == [f"--mine {x}" for x in jax_overhead.CASES.values()]
+    assert all(code.endswith("child(quick=True)") for code, _ in seen)
+    assert not report.failed
+
+
+def test_overhead_jax_says_what_is_missing(monkeypatch, capsys):
+    monkeypatch.setattr(jax_overhead, "missing", lambda: "JAX is not installed")
+    assert command_line.main(["overhead-jax"]) == 2
+    assert "nothing can be measured here: JAX is not installed" in capsys.readouterr().err

@@ -145,6 +145,27 @@ def test_a_call_on_the_cpu_loads_no_array_library() -> None:
     assert not {"cupy", "torch", "jax", "cuda"} & loaded
 
 
+def test_the_core_works_where_no_array_library_can_be_imported() -> None:
+    modules_after(
+        "import sys\n"
+        "blocked = {'cupy', 'torch', 'jax', 'jaxlib', 'cuda', 'triton'}\n"
+        "class Block:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] in blocked:\n"
+        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Block())\n"
+        "import numpy as np, streamkl_cupy as skl\n"
+        "from streamkl_cupy import audit, cli\n"
+        "q, k = np.random.default_rng(0).normal(size=(2, 5, 8))\n"
+        "state = skl.attention_kl(q, k, k, q, causal=True, return_state=True)\n"
+        "dq2, dk2 = skl.attention_kl_backward(np.ones(5), q, k, k, q, state, causal=True)\n"
+        "assert state.kl[-1] > 0 and dk2.any()\n"
+        "assert audit.measure(q, k, k, q, np.ones(5)).passes\n"
+        "assert cli.main(['demo', '--json', '--device', 'cpu']) == 0\n"
+        "assert not blocked & sys.modules.keys()\n"
+    )
+
+
 def test_public_names() -> None:
     import streamkl_cupy
 

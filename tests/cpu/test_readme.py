@@ -13,6 +13,7 @@ from bench.report import Report, Row
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PYTHON = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 SHELL = re.findall(r"^```bash\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 
 
@@ -45,7 +46,7 @@ def test_ci_runs_the_test_command_word_for_word() -> None:
 
 def test_the_python_example_runs() -> None:
     pytest.importorskip("torch")
-    (code,) = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    code = PYTHON[0]
     lines = [line for line in code.splitlines() if line and not line.startswith("import")]
     assert len(lines) <= 10
     small = code.replace('device="cuda"', 'device="cpu"').replace("8192", "32")
@@ -54,6 +55,18 @@ def test_the_python_example_runs() -> None:
     exec(small, names)
     assert names["dq2"].shape == names["q2"].shape  # type: ignore[attr-defined]
     assert float(names["loss"]) > 0  # type: ignore[arg-type]
+
+
+def test_the_jax_example_runs() -> None:
+    jax = pytest.importorskip("jax")
+    (code,) = (block for block in PYTHON if "import jax" in block)
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        keys = jax.random.split(jax.random.key(0), 4)
+        arrays = (jax.random.normal(key, (1, 12, 2, 8)) for key in keys)
+        names: dict[str, object] = dict(zip(("q1", "k1", "q2", "k2"), arrays, strict=True))
+        exec(code, names)
+    assert names["dk2"].shape == names["k2"].shape  # type: ignore[attr-defined]
+    assert float(names["value"]) > 0  # type: ignore[arg-type]
 
 
 def test_every_figure_of_the_table_comes_from_a_file_of_results() -> None:

@@ -1,0 +1,532 @@
+"""The KL divergence for JAX: differentiable, under jit, grad, vmap and shard_map.
+
+>>> import jax.numpy as jnp
+>>> from streamkl_cupy.jax import attention_kl
+>>> q, k = jnp.ones((2, 8)), jnp.eye(3, 8)
+>>> attention_kl(q, k, q, k).tolist()
+[0.0, 0.0]
+
+Two primitives, forward and backward, between XLA's buffers and what `api` prepares::
+
+    attention_kl -> custom_vjp -> primitive -> lowering for the platform -> buffer_callback
+
+Checks that need shapes and dtypes alone are made when a call is traced, those of the card when it
+is lowered. A lowering for CUDA plans, builds and loads everything; what runs with the computation
+is a launch on XLA's stream, on buffers and a workspace of XLA's, so XLA may record it in a command
+buffer. A lowering for the CPU calls the float64 reference. Inside, arrays are of rank 4, and so are
+those with one value a query row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from streamkl_cupy import api, env, interop, plan, reference
+from streamkl_cupy.problem import (
+    INPUTS,
+    ITEM_BYTES,
+    Device,
+    Operand,
+    Problem,
+    check_flag,
+    check_options,
+    describe,
+    message,
+)
+
+_INSTALL = (
+    "streamkl_cupy.jax needs JAX 0.10 or newer{got}; install jax (for the CPU), or jax[cuda13] or "
+    "jax[cuda12] (for a GPU)."
+)
+
+try:
+    import jax
+    from jax.custom_derivatives import SymbolicZero
+    from jax.experimental.buffer_callback import buffer_callback
+    from jax.extend.core import Primitive
+    from jax.interpreters import ad, batching, mlir
+except ImportError as _error:
+    raise ImportError(_INSTALL.format(got=f", which cannot be imported ({_error})")) from _error
+if jax.__version_info__ < (0, 10):
+    raise ImportError(_INSTALL.format(got=f", got {jax.__version__}"))
+
+__all__ = ["attention_kl"]
+
+REDUCTIONS = ("none", "sum", "mean", "batchmean")
+# What the forward keeps for the backward, in this order in one buffer.
+_SAVED = ("lse1", "lse2", "lse1_low", "lse2_low")
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """What is fixed when a call is traced."""
+
+    causal: bool
+    scale1: float | None
+    scale2: float | None
+    layout: str
+    deterministic: bool
+
+
+def attention_kl(
+    q1: Any,
+    k1: Any,
+    q2: Any,
+    k2: Any,
+    *,
+    causal: bool = False,
+    scale1: float | None = None,
+    scale2: float | None = None,
+    layout: str = "bhnd",
+    reduction: str = "none",
+    row_weights: Any = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> Any:
+    """KL divergence between two attention distributions, in nats, differentiable in all arrays.
+
+    Parameters
+    ----------
+    q1, k1, q2, k2, causal, scale1, scale2, layout
+        As `streamkl_cupy.attention_kl` takes them; JAX arrays, tracers or NumPy arrays. On a GPU
+        bfloat16 or float16. Options and scales are fixed when a call is traced. Note that
+        ``causal=True`` is aligned to the bottom right, and that the default layout is not that of
+        `jax.nn.dot_product_attention`, which is ``"bnhd"``.
+    reduction
+        ``"none"`` for one value a query row; ``"sum"`` over all of them; ``"mean"`` over the rows
+        that see a key, which is 0 where there is none; ``"batchmean"``, the sum divided by the
+        length of the first axis, at rank 2 by 1.
+    row_weights
+        Weights of the rows, of a shape that broadcasts to that of q1 without its last axis, float
+        or bool. Each row is multiplied by its weight, and ``"mean"`` divides by the weights of the
+        rows that see a key (by 1 if these sum to 0). Differentiable too.
+    deterministic
+        Make two backward runs agree bit for bit.
+    return_lse
+        Return ``(kl, lse1, lse2)``. The log-sum-exps are not differentiable: what is computed from
+        them passes no gradient on.
+
+    Returns
+    -------
+    jax.Array or tuple of jax.Array
+        Divergences in nats, of the shape of q1 without its last axis or a scalar: float32, or
+        float64 for float64 inputs.
+
+    Raises
+    ------
+    TypeError
+        If an argument is no array of JAX or NumPy, or of the wrong dtype or type.
+    ValueError
+        If shapes or options do not fit. Both come when the call is traced or, for what only a GPU
+        refuses, compiled.
+    NotImplementedError
+        For second derivatives.
+
+    Notes
+    -----
+    Only the gradients that are differentiated for are computed, each of the dtype of its input.
+    `jax.vmap` folds its axis into the batch, and repeats an array that is not mapped. Arrays that
+    are sharded by `jax.jit` alone are gathered by XLA: use `jax.shard_map` over a batch axis.
+
+    Examples
+    --------
+    >>> import jax, jax.numpy as jnp
+    >>> q, k1, k2 = jnp.ones((1, 1)), jnp.zeros((2, 1)), jnp.log(jnp.array([[1.0], [3.0]]))
+    >>> loss = lambda k2: attention_kl(q, k1, q, k2, reduction="sum")
+    >>> jax.grad(loss)(k2).round(4).tolist()        # P2 - P1
+    [[-0.25], [0.25]]
+    """
+    causal, scale1, scale2, layout = check_options(causal, scale1, scale2, layout)
+    check_flag("deterministic", deterministic)
+    check_flag("return_lse", return_lse)
+    if reduction not in REDUCTIONS:
+        expected = '"none", "sum", "mean" or "batchmean"'
+        raise ValueError(message("reduction", expected, repr(reduction), "name one of them"))
+    arrays = dict(zip(INPUTS, (q1, k1, q2, k2), strict=True))
+    if row_weights is not None:
+        arrays["row_weights"] = row_weights
+    for name, array in arrays.items():
+        if not isinstance(array, jax.Array | np.ndarray):
+            kind = type(array)
+            got = f"{kind.__module__}.{kind.__qualname__}"
+            raise TypeError(
+                message(name, "an array of JAX or NumPy", got, "pass jax.numpy.asarray(...) of it")
+            )
+    options = _Options(causal, scale1, scale2, layout, deterministic)
+    kl, *lse = _compiled(
+        q1, k1, q2, k2, row_weights, options=options, reduction=reduction, return_lse=return_lse
+    )
+    return (kl, *lse) if return_lse else kl
+
+
+def _attention_kl(
+    q1: Any,
+    k1: Any,
+    q2: Any,
+    k2: Any,
+    row_weights: Any,
+    *,
+    options: _Options,
+    reduction: str,
+    return_lse: bool,
+) -> tuple[Any, ...]:
+    inputs, shape = (q1, k1, q2, k2), q1.shape[:-1]
+    problem = _describe(inputs, options, Device("cpu"))
+    options = replace(options, layout=problem.layout)
+    inputs = _vary_alike(x.reshape((1,) * (4 - x.ndim) + x.shape) for x in inputs)
+    kl, *saved = _rows(options, return_lse, *inputs)
+    kl = _reduce(kl.reshape(shape), row_weights, problem, reduction)
+    if not return_lse:
+        return (kl,)
+    lse1, lse2, *_ = jax.lax.stop_gradient(saved[0])
+    return kl, lse1.reshape(shape), lse2.reshape(shape)
+
+
+def _reduce(kl: Any, row_weights: Any, problem: Problem, reduction: str) -> Any:
+    weights = None
+    if row_weights is not None:
+        try:
+            weights = jax.numpy.broadcast_to(row_weights, kl.shape).astype(kl.dtype)
+        except ValueError as error:
+            raise ValueError(
+                message(
+                    "row_weights",
+                    f"a shape that broadcasts to that of kl, {kl.shape}",
+                    str(row_weights.shape),
+                    "pass one weight a query row",
+                )
+            ) from error
+        kl = kl * weights
+    if reduction == "none":
+        return kl
+    if reduction == "sum":
+        return kl.sum()
+    if reduction == "batchmean":
+        return kl.sum() / max(kl.shape[0] if kl.ndim > 1 else 1, 1)
+    # The first rows may see no key; none does where there are no keys.
+    num_keyless = problem.num_queries if not problem.num_keys else 0
+    if problem.causal:
+        num_keyless = max(0, problem.num_queries - problem.num_keys)
+    if weights is None:
+        heads = problem.batch * problem.num_heads
+        return kl.sum() / max(heads * (problem.num_queries - num_keyless), 1)
+    row_axis = 1 if problem.layout == "bnhd" else kl.ndim - 1
+    total = jax.lax.slice_in_dim(weights, num_keyless, None, axis=row_axis).sum()
+    # No weight at all: no row counts, and the mean of none is 0 as it is without weights.
+    return kl.sum() / jax.numpy.where(total == 0, 1, total)
+
+
+# -------------------------------------------------------------------------------------------------
+# The gradient
+
+
+def _rows_alone(options: _Options, is_kept: bool, *inputs: Any) -> tuple[Any, ...]:
+    return tuple(_forward_p.bind(*inputs, options=options, is_kept=is_kept))
+
+
+def _rows_forward(
+    options: _Options, is_kept: bool, *primals: Any
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    wrt = tuple(n for n, x in zip(INPUTS, primals, strict=True) if x.perturbed)
+    inputs = tuple(x.value for x in primals)
+    if not wrt:
+        return _rows_alone(options, is_kept, *inputs), ()
+    results = _rows_alone(options, True, *inputs)
+    # Names have no place among residuals but as the keys of a dictionary.
+    residuals = (*inputs, *results, dict.fromkeys(wrt))
+    return results if is_kept else results[:1], residuals
+
+
+def _rows_backward(
+    options: _Options, is_kept: bool, residuals: tuple[Any, ...], upstream: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    dkl = upstream[0]
+    if not residuals or isinstance(dkl, SymbolicZero):
+        return (None,) * len(INPUTS)
+    *arrays, wanted = residuals
+    wrt = tuple(name for name in INPUTS if name in wanted)
+    gradients = _backward_p.bind(dkl, *arrays, options=options, wrt=wrt)
+    found = dict(zip(wrt, gradients, strict=True))
+    return tuple(found.get(name) for name in INPUTS)
+
+
+def _refuse_derivative(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError(
+        "streamkl_cupy.jax.attention_kl has first derivatives only, by reverse mode; got a "
+        "derivative of its gradient; differentiate once, for example by jax.grad."
+    )
+
+
+_rows = jax.custom_vjp(_rows_alone, nondiff_argnums=(0, 1))
+_rows.defvjp(_rows_forward, _rows_backward, symbolic_zeros=True)
+_compiled = jax.jit(_attention_kl, static_argnames=("options", "reduction", "return_lse"))
+
+
+# -------------------------------------------------------------------------------------------------
+# The primitives
+
+_forward_p = Primitive("streamkl_forward")
+_backward_p = Primitive("streamkl_backward")
+
+
+def _forward_types(q1: Any, *_: Any, options: _Options, is_kept: bool) -> tuple[Any, ...]:
+    """``kl`` and, if it is kept, the rest of the state."""
+    rows = (*q1.shape[:-1], 1)
+    kl = q1.update(shape=rows, dtype=_row_dtype(q1), weak_type=False)
+    saved = q1.update(shape=(len(_SAVED), *rows[:-1]), dtype=kl.dtype, weak_type=False)
+    return (kl, saved) if is_kept else (kl,)
+
+
+def _backward_types(
+    dkl: Any, q1: Any, k1: Any, q2: Any, k2: Any, kl: Any, saved: Any, *, wrt: Any, **_: Any
+) -> tuple[Any, ...]:
+    inputs = dict(zip(INPUTS, (q1, k1, q2, k2), strict=True))
+    return tuple(inputs[name].update(weak_type=False) for name in wrt)
+
+
+def _forward_batch(
+    arrays: Sequence[Any], axes: Sequence[Any], **params: Any
+) -> tuple[list[Any], list[int]]:
+    size = _mapped_size(arrays, axes)
+    folded = [_fold(x, axis, size) for x, axis in zip(arrays, axes, strict=True)]
+    results = _forward_p.bind(*_vary_alike(folded), **params)
+    return [_unfold(x, size, axis) for axis, x in enumerate(results)], list(range(len(results)))
+
+
+def _backward_batch(
+    arrays: Sequence[Any], axes: Sequence[Any], **params: Any
+) -> tuple[list[Any], list[int]]:
+    size = _mapped_size(arrays, axes)
+    *folded, saved = zip(arrays, axes, strict=True)
+    folded = [_fold(x, axis, size) for x, axis in folded]
+    folded.append(_fold(*saved, size, batch_axis=1))
+    results = _backward_p.bind(*_vary_alike(folded), **params)
+    return [_unfold(x, size, 0) for x in results], [0] * len(results)
+
+
+def _mapped_size(arrays: Sequence[Any], axes: Sequence[Any]) -> int:
+    sizes = (x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
+    return int(next(sizes))
+
+
+def _fold(array: Any, axis: int | None, size: int, batch_axis: int = 0) -> Any:
+    """Put an axis that is mapped, or a repetition, before the batch and make one of the two."""
+    if axis is None:
+        array = jax.lax.broadcast_in_dim(
+            array,
+            (*array.shape[:batch_axis], size, *array.shape[batch_axis:]),
+            [i + (i >= batch_axis) for i in range(array.ndim)],
+        )
+    else:
+        array = jax.numpy.moveaxis(array, axis, batch_axis)
+    before, after = array.shape[:batch_axis], array.shape[batch_axis + 2 :]
+    return array.reshape(*before, size * array.shape[batch_axis + 1], *after)
+
+
+def _unfold(array: Any, size: int, axis: int) -> Any:
+    shape = array.shape
+    return array.reshape(*shape[:axis], size, shape[axis] // size, *shape[axis + 1 :])
+
+
+def _vary_alike(arrays: Any) -> tuple[Any, ...]:
+    """Make arrays inside `jax.shard_map` vary over the same axes of the mesh."""
+    arrays = tuple(arrays)
+    each = [jax.typeof(x).manual_axis_type.varying for x in arrays]
+    everything = frozenset().union(*each)
+    return tuple(
+        jax.lax.pcast(x, tuple(sorted(everything - own, key=str)), to="varying")
+        if everything - own
+        else x
+        for x, own in zip(arrays, each, strict=True)
+    )
+
+
+def _row_dtype(array: Any) -> np.dtype[Any]:
+    return np.dtype(np.float64 if array.dtype == np.float64 else np.float32)
+
+
+def _describe(inputs: Sequence[Any], options: _Options, device: Device) -> Problem:
+    """Check the inputs by shape and dtype; XLA's buffers are contiguous and aligned."""
+    operands = []
+    for name, array in zip(INPUTS, inputs, strict=True):
+        strides, step = [], 1
+        for length in reversed(array.shape):
+            strides.append(step)
+            step *= length
+        shape = tuple(array.shape)
+        operands.append(
+            Operand(name, shape, tuple(reversed(strides)), array.dtype.name, device, pointer=256)
+        )
+    return describe(
+        *operands,
+        causal=options.causal,
+        scale1=options.scale1,
+        scale2=options.scale2,
+        layout=options.layout,
+    )
+
+
+# -------------------------------------------------------------------------------------------------
+# On a GPU
+
+
+def _forward_on_cuda(*inputs: Any, options: _Options, is_kept: bool) -> list[Any]:
+    current_device = interop.cupy().cuda.runtime.getDevice
+    problem = _describe(inputs, options, Device("cuda"))
+    force, override = env.force(), plan.current_override()
+    prepared = {index: api.prepare_forward(problem, index, force, override) for index in _cards()}
+    types = _forward_types(*map(jax.typeof, inputs), options=options, is_kept=is_kept)
+    workspaces = _load(prepared)
+    part_bytes = problem.num_rows * ITEM_BYTES["float32"]
+
+    def start(context: Any, results: Sequence[Any], *inputs: Any) -> None:
+        pointers = dict(api.NULL_POINTERS)
+        for name, array in zip(INPUTS, inputs, strict=True):
+            pointers[name] = _address(array)
+        pointers["kl"], *others = map(_address, results)
+        if is_kept:
+            for position, name in enumerate(_SAVED):
+                pointers[name] = others[0] + position * part_bytes
+        workspace = _round_up(others[-1]) if workspaces else 0
+        prepared[current_device()].launch(pointers, workspace, context.stream)
+
+    return _call(start, (*types, *workspaces), inputs)[: len(types)]
+
+
+def _backward_on_cuda(dkl: Any, *arrays: Any, options: _Options, wrt: tuple[str, ...]) -> list[Any]:
+    current_device = interop.cupy().cuda.runtime.getDevice
+    problem = _describe(arrays[:4], options, Device("cuda"))
+    override = plan.current_override()
+    prepared = {
+        index: api.prepare_backward(
+            problem, index, override, wrt, "auto", options.deterministic, problem.row
+        )
+        for index in _cards()
+    }
+    types = _backward_types(*map(jax.typeof, (dkl, *arrays)), wrt=wrt)
+    workspaces = _load(prepared)
+    part_bytes = problem.num_rows * ITEM_BYTES["float32"]
+    names, gradients = ("dkl", *INPUTS, "kl"), tuple("d" + name for name in wrt)
+
+    def start(context: Any, results: Sequence[Any], *arrays: Any) -> None:
+        pointers = dict(api.NULL_POINTERS)
+        *some, saved = map(_address, arrays)
+        pointers.update(zip(names, some, strict=True))
+        for position, name in enumerate(_SAVED):
+            pointers[name] = saved + position * part_bytes
+        addresses = [*map(_address, results)]
+        workspace = _round_up(addresses.pop()) if workspaces else 0
+        pointers.update(zip(gradients, addresses, strict=True))
+        prepared[current_device()].launch(pointers, workspace, context.stream)
+
+    return _call(start, (*types, *workspaces), (dkl, *arrays))[: len(types)]
+
+
+def _cards() -> list[int]:
+    """The CUDA devices of this process, as CUDA counts them."""
+    return [device.local_hardware_id for device in jax.local_devices(backend="cuda")]
+
+
+def _load(prepared: Mapping[int, api.Prepared]) -> list[Any]:
+    """Build and load all kernels; return the type of the workspace, if there is one.
+
+    Nothing can be loaded any more while XLA records a command buffer.
+    """
+    for each in prepared.values():
+        each.load()
+    size = max(each.workspace_bytes for each in prepared.values())
+    # XLA may align less than the kernels need.
+    padded = size + plan.WORKSPACE_ALIGNMENT
+    return [jax.ShapeDtypeStruct((padded,), np.uint8)] if size else []
+
+
+def _call(start: Callable[..., None], types: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+    results = buffer_callback(start, list(types), command_buffer_compatible=True)(*arrays)
+    return list(results)
+
+
+def _address(buffer: Any) -> int:
+    address: int = buffer.__cuda_array_interface__["data"][0]
+    return address
+
+
+def _round_up(address: int) -> int:
+    return -(-address // plan.WORKSPACE_ALIGNMENT) * plan.WORKSPACE_ALIGNMENT
+
+
+# -------------------------------------------------------------------------------------------------
+# On the CPU
+
+
+def _forward_on_cpu(*inputs: Any, options: _Options, is_kept: bool) -> list[Any]:
+    types = _forward_types(*map(jax.typeof, inputs), options=options, is_kept=is_kept)
+    choices = _reference_options(options)
+
+    def compute(_: Any, results: Sequence[Any], *inputs: Any) -> None:
+        q1, k1, q2, k2 = map(np.asarray, inputs)
+        state = reference.attention_kl(q1, k1, q2, k2, **choices, return_state=True)
+        np.asarray(results[0])[...] = state.kl[..., None]
+        if is_kept:
+            saved = np.asarray(results[1])
+            saved[0], saved[1] = state.lse1, state.lse2
+            with np.errstate(invalid="ignore"):
+                rest = np.stack([state.lse1, state.lse2]) - saved[:2]
+            saved[2:] = np.where(np.isfinite(rest), rest, 0.0)
+
+    return list(buffer_callback(compute, list(types))(*inputs))
+
+
+def _backward_on_cpu(*arrays: Any, options: _Options, wrt: tuple[str, ...]) -> list[Any]:
+    types = _backward_types(*map(jax.typeof, arrays), wrt=wrt)
+    choices = _reference_options(options)
+
+    def compute(_: Any, results: Sequence[Any], *arrays: Any) -> None:
+        dkl, q1, k1, q2, k2, kl, saved = map(np.asarray, arrays)
+        lse1, lse2, lse1_low, lse2_low = saved.astype(np.float64)
+        state = reference.ReferenceState(
+            kl[..., 0].astype(np.float64), lse1 + lse1_low, lse2 + lse2_low
+        )
+        gradients = reference.attention_kl_backward(
+            dkl[..., 0], q1, k1, q2, k2, state, wrt=wrt, **choices
+        )
+        with np.errstate(over="ignore", invalid="ignore"):
+            for result, gradient in zip(results, gradients, strict=True):
+                np.asarray(result)[...] = gradient
+
+    return list(buffer_callback(compute, list(types))(*arrays))
+
+
+def _reference_options(options: _Options) -> dict[str, Any]:
+    return {
+        "causal": options.causal,
+        "scale1": options.scale1,
+        "scale2": options.scale2,
+        "layout": options.layout,
+    }
+
+
+# -------------------------------------------------------------------------------------------------
+
+
+def _register(
+    primitive: Any,
+    types: Callable[..., Any],
+    batch: Callable[..., Any],
+    on_cpu: Callable[..., Any],
+    on_cuda: Callable[..., Any],
+) -> None:
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(types)
+    batching.primitive_batchers[primitive] = batch
+    ad.primitive_jvps[primitive] = _refuse_derivative
+    for platform, function in (("cpu", on_cpu), ("cuda", on_cuda)):
+        rule = mlir.lower_fun(function, multiple_results=True)
+        mlir.register_lowering(primitive, rule, platform=platform)
+
+
+_register(_forward_p, _forward_types, _forward_batch, _forward_on_cpu, _forward_on_cuda)
+_register(_backward_p, _backward_types, _backward_batch, _backward_on_cpu, _backward_on_cuda)

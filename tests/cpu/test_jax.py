@@ -1,0 +1,789 @@
+"""`streamkl_cupy.jax` on the CPU: values, gradients, transformations and errors.
+
+The road to a card is taken too, on a card that is only pretended: memory of the host stands for
+that of the card, and the launches compute with the reference through the addresses they get.
+"""
+
+# ruff: noqa: E402 - what is imported below needs JAX
+
+from __future__ import annotations
+
+import ctypes
+import doctest
+import itertools
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import ml_dtypes
+from jax import numpy as jnp
+from jax.experimental.buffer_callback import buffer_callback
+from jax.interpreters import mlir
+
+import streamkl_cupy.jax as door
+from streamkl_cupy import api, interop, plan, reference
+from streamkl_cupy.jax import attention_kl
+from streamkl_cupy.problem import INPUTS, Problem, Strides, check_gpu, gradient_strides
+from tests.cases import draw
+from tests.compare import assert_all_accurate
+
+ROOT = Path(__file__).resolve().parents[2]
+SUBSETS = [names for n in range(1, 5) for names in itertools.combinations(INPUTS, n)]
+FACTS = plan.device_facts("sm_90a")
+CPU = jax.local_devices(backend="cpu")[0]
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu() -> Iterator[None]:
+    with jax.default_device(CPU):
+        yield
+
+
+@pytest.fixture
+def x64() -> Iterator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+def problem_in(rng: np.random.Generator, dtype: Any, **shape: Any) -> list[Any]:
+    """``q1 k1 q2 k2`` as JAX arrays."""
+    arrays = draw(rng, **({"num_queries": 5, "num_keys": 7, "head_dim1": 8} | shape))
+    return [jnp.asarray(arrays[name], dtype) for name in INPUTS]
+
+
+def kl_of(inputs: list[Any], **options: Any) -> np.ndarray:
+    kl = reference.attention_kl(*map(np.asarray, inputs), **options)
+    assert isinstance(kl, np.ndarray)
+    return kl
+
+
+def backward_of(function: Callable[..., Any], *inputs: Any) -> list[tuple[str, ...]]:
+    """``wrt`` of each backward in the jaxpr of the gradient of a function."""
+    found: list[tuple[str, ...]] = []
+
+    def walk(jaxpr: Any) -> None:
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "streamkl_backward":
+                found.append(equation.params["wrt"])
+            for value in equation.params.values():
+                if hasattr(value, "jaxpr"):
+                    walk(value.jaxpr)
+
+    walk(jax.make_jaxpr(function)(*inputs).jaxpr)
+    return found
+
+
+# -------------------------------------------------------------------------------------------------
+# Values
+
+
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_every_output_keeps_the_accuracy_rule(
+    dtype: str, causal: bool, layout: str, rng: np.random.Generator
+) -> None:
+    shape = {"batch": 2, "heads": 4, "key_heads1": 2, "key_heads2": 1, "head_dim2": 16}
+    host = draw(rng, num_queries=9, num_keys=6, head_dim1=8, **shape)
+    if layout == "bnhd":
+        host = {name: x.swapaxes(1, 2) for name, x in host.items()}
+    options = {"causal": causal, "layout": layout, "scale1": 0.5}
+    inputs = [jnp.asarray(host[name], dtype) for name in INPUTS]
+
+    def weighted(*inputs: Any) -> Any:
+        kl, lse1, lse2 = attention_kl(*inputs, **options, return_lse=True)
+        return (kl * host["dkl"]).sum(), (kl, lse1, lse2)
+
+    (_, rows), gradients = jax.value_and_grad(weighted, argnums=(0, 1, 2, 3), has_aux=True)(*inputs)
+    assert all(x.dtype == jnp.float32 for x in rows)
+    assert [x.dtype for x in gradients] == [dtype] * 4
+    results = dict(zip(("kl", "lse1", "lse2"), rows, strict=True))
+    results |= {"d" + n: x for n, x in zip(INPUTS, gradients, strict=True)}
+    taken = {name: np.asarray(x) for name, x in zip(INPUTS, inputs, strict=True)}
+    ours = {name: np.asarray(x) for name, x in results.items()}
+    assert_all_accurate(ours, taken | {"dkl": host["dkl"]}, options)
+
+
+@pytest.mark.parametrize("rank", [2, 3, 4])
+def test_ranks(rank: int, rng: np.random.Generator) -> None:
+    inputs = [x.reshape(x.shape[4 - rank :]) for x in problem_in(rng, "float32", heads=1)]
+    kl = attention_kl(*inputs, layout="bnhd" if rank < 4 else "bhnd")
+    assert kl.shape == inputs[0].shape[:-1]
+    np.testing.assert_allclose(kl, kl_of(inputs), rtol=1e-5)
+
+
+def test_numpy_arrays_go_in(rng: np.random.Generator) -> None:
+    inputs = problem_in(rng, "float32")
+    kl = attention_kl(*map(np.asarray, inputs))
+    assert isinstance(kl, jax.Array)
+    assert np.array_equal(kl, attention_kl(*inputs))
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0)])
+def test_nothing_to_compute(shape: tuple[int, ...]) -> None:
+    batch, heads, num_queries, num_keys = shape
+    q = jnp.ones((batch, heads, num_queries, 8))
+    k = jnp.ones((batch, heads, num_keys, 8))
+    for reduction in ("sum", "mean", "batchmean"):
+        kl, gradients = jax.value_and_grad(
+            lambda *inputs, r=reduction: attention_kl(*inputs, reduction=r), (0, 1, 2, 3)
+        )(q, k, q, k)
+        assert kl == 0
+        assert all((gradient == 0).all() for gradient in gradients)
+
+
+def test_float64_stays_float64(x64: None, rng: np.random.Generator) -> None:
+    inputs = problem_in(rng, "float64")
+    kl, lse1, _ = attention_kl(*inputs, return_lse=True)
+    assert kl.dtype == lse1.dtype == np.float64
+    assert np.array_equal(kl, kl_of(inputs))
+    assert attention_kl(*(x.astype("float32") for x in inputs)).dtype == np.float32
+
+
+# -------------------------------------------------------------------------------------------------
+# Gradients
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "scale1": -0.7}], ids=["full", "causal"])
+@pytest.mark.parametrize("reduction", ["sum", "mean", "batchmean"])
+def test_gradients_against_finite_differences(
+    reduction: str, options: dict[str, Any], x64: None, rng: np.random.Generator
+) -> None:
+    inputs = problem_in(rng, "float64", batch=2, heads=2, key_heads2=1)
+    weights = jnp.asarray(rng.uniform(0.5, 2, (2, 1, 5)))
+
+    def loss(*arguments: Any) -> Any:
+        *inputs, weights = arguments
+        return attention_kl(*inputs, reduction=reduction, row_weights=weights, **options)
+
+    arguments = [*inputs, weights]
+    gradients = jax.jit(jax.grad(loss, argnums=tuple(range(5))))(*arguments)
+    step = 1e-5
+    for position, gradient in enumerate(gradients):
+        direction = jnp.asarray(rng.normal(size=arguments[position].shape))
+        sides = []
+        for sign in (1, -1):
+            moved = arguments[position] + sign * step * direction
+            sides.append(loss(*arguments[:position], moved, *arguments[position + 1 :]))
+        measured = float(sides[0] - sides[1]) / (2 * step)
+        assert float((gradient * direction).sum()) == pytest.approx(measured, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("wrt", SUBSETS, ids="_".join)
+def test_only_the_gradients_wanted_are_computed(
+    wrt: tuple[str, ...], rng: np.random.Generator
+) -> None:
+    inputs = problem_in(rng, "float32")
+    positions = tuple(INPUTS.index(name) for name in wrt)
+
+    def loss(*inputs: Any) -> Any:
+        return attention_kl(*inputs, reduction="sum")
+
+    everything = jax.grad(loss, (0, 1, 2, 3))(*inputs)
+    some = jax.grad(loss, positions)
+    assert backward_of(some, *inputs) == [wrt]
+    assert backward_of(jax.jit(some), *inputs) == [wrt]
+    for position, gradient in zip(positions, some(*inputs), strict=True):
+        assert np.array_equal(gradient, everything[position])
+
+
+def test_what_is_stopped_costs_nothing(rng: np.random.Generator) -> None:
+    q1, k1, q2, k2 = problem_in(rng, "float32")
+
+    def loss(weight: Any) -> Any:
+        teacher = jax.lax.stop_gradient((weight * q1, weight * k1))
+        return attention_kl(*teacher, weight * q2, k2, reduction="mean")
+
+    assert backward_of(jax.grad(loss), jnp.float32(2)) == [("q2",)]
+
+
+def test_no_gradient_no_backward(rng: np.random.Generator) -> None:
+    inputs = problem_in(rng, "float32")
+
+    def constant(x: Any) -> Any:
+        return attention_kl(*inputs, reduction="sum") + x
+
+    assert jax.grad(constant)(1.0) == 1
+    assert backward_of(jax.grad(constant), 1.0) == []
+
+    # Of what depends on an input through a log-sum-exp alone there is none either.
+    def through_lse(k2: Any) -> Any:
+        return attention_kl(*inputs[:3], k2, return_lse=True)[2].sum()
+
+    assert (jax.grad(through_lse)(inputs[3]) == 0).all()
+
+
+def test_a_zero_coefficient_gives_zeros(rng: np.random.Generator) -> None:
+    inputs = problem_in(rng, "bfloat16")
+    gradients = jax.grad(lambda *x: 0.0 * attention_kl(*x, reduction="mean"), (0, 1, 2, 3))(*inputs)
+    assert all((gradient == 0).all() for gradient in gradients)
+
+
+def test_rematerialisation_and_loops(rng: np.random.Generator) -> None:
+    q1, k1, q2, k2 = problem_in(rng, "float32")
+
+    def loss(k2: Any) -> Any:
+        return attention_kl(q1, k1, q2, k2, reduction="sum")
+
+    def looped(k2: Any) -> Any:
+        def body(total: Any, scale: Any) -> tuple[Any, None]:
+            return total + jax.checkpoint(loss)(scale * k2), None
+
+        return jax.lax.scan(body, 0.0, jnp.array([1.0, 2.0]))[0]
+
+    expected = jax.grad(loss)(k2) + 2 * jax.grad(loss)(2 * k2)
+    np.testing.assert_allclose(jax.jit(jax.grad(looped))(k2), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        lambda f, x: jax.hessian(f)(x),
+        lambda f, x: jax.grad(lambda x: jax.grad(f)(x).sum())(x),
+        lambda f, x: jax.jvp(jax.grad(f), (x,), (x,)),
+    ],
+    ids=["hessian", "grad_of_grad", "jvp_of_grad"],
+)
+def test_second_derivatives_are_refused(derivative: Any, rng: np.random.Generator) -> None:
+    *others, k2 = problem_in(rng, "float32")
+    with pytest.raises(NotImplementedError, match="first derivatives only"):
+        derivative(lambda k2: attention_kl(*others, k2, reduction="sum"), k2)
+
+
+def test_forward_mode_is_refused(rng: np.random.Generator) -> None:
+    *others, k2 = problem_in(rng, "float32")
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda k2: attention_kl(*others, k2), (k2,), (k2,))
+
+
+# -------------------------------------------------------------------------------------------------
+# Reductions
+
+
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_reductions(causal: bool, layout: str, rng: np.random.Generator) -> None:
+    # With causal the first two of the five queries see no key.
+    inputs = problem_in(rng, "float32", batch=3, heads=2, num_keys=3)
+    if layout == "bnhd":
+        inputs = [x.swapaxes(1, 2) for x in inputs]
+    options = {"causal": causal, "layout": layout}
+    kl = kl_of(inputs, **options)
+    seen = np.ones(kl.shape, bool)
+    rows = seen.swapaxes(1, 2) if layout == "bnhd" else seen
+    if causal:
+        rows[:, :, :2] = False
+    weights = rng.uniform(0, 2, kl.shape).astype(np.float32)
+    expected = {
+        "none": (kl, kl * weights),
+        "sum": (kl.sum(), (kl * weights).sum()),
+        "mean": (kl[seen].mean(), (kl * weights).sum() / weights[seen].sum()),
+        "batchmean": (kl.sum() / 3, (kl * weights).sum() / 3),
+    }
+    for reduction, (plain, weighted) in expected.items():
+        got = attention_kl(*inputs, **options, reduction=reduction)
+        np.testing.assert_allclose(got, plain, rtol=1e-5, atol=1e-6)
+        got = attention_kl(*inputs, **options, reduction=reduction, row_weights=weights)
+        np.testing.assert_allclose(got, weighted, rtol=1e-5, atol=1e-6)
+
+
+def test_batchmean_of_lower_ranks(rng: np.random.Generator) -> None:
+    inputs = [x[0] for x in problem_in(rng, "float32", heads=3)]
+    kl = kl_of(inputs)
+    np.testing.assert_allclose(
+        attention_kl(*inputs, reduction="batchmean"), kl.sum() / 3, rtol=1e-5
+    )
+    got = attention_kl(*(x[1] for x in inputs), reduction="batchmean")
+    np.testing.assert_allclose(got, kl[1].sum(), rtol=1e-5)
+
+
+def test_weights_of_bools_and_of_nothing(rng: np.random.Generator) -> None:
+    inputs = problem_in(rng, "float32", batch=2)
+    mask = np.array([[[1, 1, 0, 0, 0]], [[1, 1, 1, 1, 0]]], bool)
+    kl = kl_of(inputs)
+    expected = kl[np.broadcast_to(mask, kl.shape)].mean()
+    got = attention_kl(*inputs, reduction="mean", row_weights=mask)
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    nothing = np.zeros((), np.float32)
+    assert attention_kl(*inputs, reduction="mean", row_weights=nothing) == 0
+
+
+# -------------------------------------------------------------------------------------------------
+# Transformations
+
+
+@pytest.mark.parametrize("axes", [(0, 0, 0, 0), (0, None, 0, None), (1, 2, None, 3), (None,) * 4])
+@pytest.mark.parametrize("rank", [2, 3, 4])
+def test_vmap(rank: int, axes: tuple[Any, ...], rng: np.random.Generator) -> None:
+    if all(axis is None for axis in axes):
+        axes = (*axes[:3], 0)
+    heads = {"heads": 4, "key_heads1": 2, "key_heads2": 1} if rank > 2 else {"heads": 1}
+    batch = {"batch": 2} if rank == 4 else {}
+    problems = [problem_in(rng, "float32", **heads, **batch) for _ in range(3)]
+    problems = [[x.reshape(x.shape[4 - rank :]) for x in inputs] for inputs in problems]
+    axes = tuple(None if axis is None else min(axis, rank) for axis in axes)
+    mapped = [
+        problems[0][i] if axis is None else jnp.stack([x[i] for x in problems], axis)
+        for i, axis in enumerate(axes)
+    ]
+
+    def loss(*inputs: Any) -> tuple[Any, Any]:
+        kl, lse1, _ = attention_kl(*inputs, causal=True, return_lse=True)
+        return (kl * jnp.cos(kl)).sum(), (kl, lse1)
+
+    one = jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True)
+    together = jax.jit(jax.vmap(one, in_axes=axes))(*mapped)
+    for index in range(3):
+        alone = one(*(problems[0 if a is None else index][i] for i, a in enumerate(axes)))
+        for ours, theirs in zip(
+            jax.tree.leaves(jax.tree.map(lambda x, i=index: x[i], together)),
+            jax.tree.leaves(alone),
+            strict=True,
+        ):
+            np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=1e-6)
+
+
+def test_vmap_twice_and_gradient_of_vmap(rng: np.random.Generator) -> None:
+    q1, k1, q2, k2 = problem_in(rng, "float32", batch=2, heads=3)
+
+    def of_one(q1: Any, k1: Any, q2: Any, k2: Any) -> Any:
+        return attention_kl(q1, k1, q2, k2)
+
+    twice = jax.vmap(jax.vmap(of_one))
+    np.testing.assert_allclose(twice(q1, k1, q2, k2), attention_kl(q1, k1, q2, k2), rtol=1e-6)
+    # A key that all share sums up what each gives it.
+    shared = jax.vmap(jax.vmap(of_one, (0, 0, 0, None)), (0, 0, 0, None))
+    repeated = jnp.broadcast_to(k2[0, 0], k2.shape)
+    ours = jax.grad(lambda k: shared(q1, k1, q2, k).sum())(k2[0, 0])
+    theirs = jax.grad(lambda k: attention_kl(q1, k1, q2, k).sum())(repeated).sum((0, 1))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_jit_compiles_once(rng: np.random.Generator) -> None:
+    traces = 0
+
+    def loss(*inputs: Any) -> Any:
+        nonlocal traces
+        traces += 1
+        return attention_kl(*inputs, reduction="mean")
+
+    step = jax.jit(jax.value_and_grad(loss, (2, 3)))
+    for _ in range(3):
+        step(*problem_in(rng, "float32"))
+    assert traces == 1
+    # Arrays with values take the same road.
+    inputs = problem_in(rng, "float32")
+    assert step(*inputs)[0] == attention_kl(*inputs, reduction="mean")
+
+
+SHARDED = """
+import os
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+os.environ["JAX_PLATFORMS"] = "cpu"
+import functools
+import jax
+import numpy as np
+from jax import numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+from streamkl_cupy.jax import attention_kl
+
+mesh = jax.make_mesh((4,), ("b",), axis_types=(jax.sharding.AxisType.Auto,))
+rng = np.random.default_rng(0)
+shapes = [(4, 4, 5, 8), (4, 2, 7, 8), (4, 4, 5, 16), (4, 1, 7, 16)]
+inputs = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+shared = inputs[3][:1]
+kl_of = functools.partial(attention_kl, causal=True)
+expected = kl_of(*inputs)
+
+def check(ours, theirs):
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+for check_vma in (True, False):
+    sharded = functools.partial(jax.shard_map, mesh=mesh, check_vma=check_vma)
+    check(jax.jit(sharded(kl_of, in_specs=P("b"), out_specs=P("b")))(*inputs), expected)
+
+    def of_all(*x):
+        return jax.lax.psum(kl_of(*x, reduction="sum"), "b")
+    def of_each(q1, k1, q2, k2):
+        return kl_of(q1, k1, q2, jnp.broadcast_to(k2, (q1.shape[0], *k2.shape[1:])))
+
+    summed = sharded(of_all, in_specs=P("b"), out_specs=P())
+    ours = jax.jit(jax.grad(lambda *x: summed(*x), (0, 1, 2, 3)))(*inputs)
+    theirs = jax.grad(lambda *x: kl_of(*x, reduction="sum"), (0, 1, 2, 3))(*inputs)
+    jax.tree.map(check, ours, theirs)
+
+    # An array that every device has gets the sum of all gradients.
+    each = sharded(of_each, in_specs=(P("b"), P("b"), P("b"), P()), out_specs=P("b"))
+    ours = jax.jit(jax.grad(lambda k2: each(*inputs[:3], k2).sum()))(shared)
+    theirs = jax.grad(lambda k2: of_each(*inputs[:3], k2).sum())(shared)
+    check(ours, theirs)
+
+    # Some inputs vary over the mesh and others do not.
+    mixed = sharded(
+        lambda q1: kl_of(q1, *(x[:1] for x in inputs[1:])), in_specs=P("b"), out_specs=P("b")
+    )
+    repeated = [jnp.repeat(x[:1], 4, axis=0) for x in inputs[1:]]
+    check(mixed(inputs[0]), kl_of(inputs[0], *repeated))
+
+# What jit alone shards is right, too.
+placed = [jax.device_put(x, NamedSharding(mesh, P("b"))) for x in inputs]
+check(jax.jit(kl_of)(*placed), expected)
+print("sharded as whole")
+"""
+
+
+def test_shard_map_over_a_batch_axis() -> None:
+    assert run_python(SHARDED) == "sharded as whole\n"
+
+
+def run_python(script: str, **variables: str) -> str:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# -------------------------------------------------------------------------------------------------
+# Errors
+
+
+def test_the_examples_in_the_docstrings() -> None:
+    failed, attempted = doctest.testmod(door)
+    assert attempted > 0
+    assert failed == 0
+
+
+class Called(Exception):
+    """A callback has been reached."""
+
+
+WRONG: dict[str, tuple[Callable[[list[Any]], Any], type[Exception], str]] = {
+    "dtype": (
+        lambda x: attention_kl(x[0].astype(int), *x[1:]),
+        TypeError,
+        "q1: expected bfloat16, float16, float32 or float64",
+    ),
+    "mixed": (
+        lambda x: attention_kl(*x[:3], x[3].astype("bfloat16")),
+        TypeError,
+        "k2: expected the dtype of q1, float32, got bfloat16",
+    ),
+    "length": (
+        lambda x: attention_kl(*x[:3], x[3][..., :-1, :]),
+        ValueError,
+        "k2: expected the length of k1, 7, got 6",
+    ),
+    "rank": (lambda x: attention_kl(x[0][0], *x[1:]), ValueError, "k1: expected 3 axes like q1"),
+    "layout": (lambda x: attention_kl(*x, layout="nbhd"), ValueError, "layout: expected"),
+    "causal": (lambda x: attention_kl(*x, causal=1), TypeError, "causal: expected True or False"),
+    "scale": (
+        lambda x: attention_kl(*x, scale1=jnp.float32(1)),
+        TypeError,
+        "scale1: expected a real number",
+    ),
+    "reduction": (
+        lambda x: attention_kl(*x, reduction="max"),
+        ValueError,
+        'reduction: expected "none", "sum", "mean" or "batchmean", got \'max\'',
+    ),
+    "deterministic": (
+        lambda x: attention_kl(*x, deterministic=None),
+        TypeError,
+        "deterministic: expected True or False",
+    ),
+    "return_lse": (lambda x: attention_kl(*x, return_lse="yes"), TypeError, "return_lse: expected"),
+    "weights": (
+        lambda x: attention_kl(*x, row_weights=np.ones(4)),
+        ValueError,
+        r"row_weights: expected a shape that broadcasts to that of kl, \(1, 2, 5\), got \(4,\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("is_jitted", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("name", WRONG)
+def test_it_is_refused_when_it_is_traced(
+    name: str, is_jitted: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reached(*_: Any, **__: Any) -> None:
+        raise Called
+
+    monkeypatch.setattr(door, "buffer_callback", reached)
+    call, error, text = WRONG[name]
+    inputs = problem_in(rng, "float32")
+    with pytest.raises(error, match=text):
+        jax.jit(lambda *x: call(list(x)))(*inputs) if is_jitted else call(inputs)
+
+
+def test_a_list(rng: np.random.Generator) -> None:
+    q1, *others = problem_in(rng, "float32")
+    with pytest.raises(
+        TypeError, match=r"q1: expected an array of JAX or NumPy, got builtins\.lis"
+    ):
+        attention_kl(q1.tolist(), *others)
+
+
+def test_a_tensor_of_torch() -> None:
+    torch = pytest.importorskip("torch")
+    q = torch.ones(3, 8)
+    with pytest.raises(
+        TypeError, match=r"q1: expected an array of JAX or NumPy, got torch\.Tensor"
+    ):
+        attention_kl(q, q, q, q)
+
+
+def test_without_jax_the_import_says_what_to_install() -> None:
+    script = """
+import sys
+
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "jax":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Block())
+import streamkl_cupy
+try:
+    import streamkl_cupy.jax
+except ImportError as error:
+    print(error)
+"""
+    printed = run_python(script)
+    assert printed.startswith("streamkl_cupy.jax needs JAX 0.10 or newer, which cannot be imported")
+    assert "install jax (for the CPU), or jax[cuda13]" in printed
+
+
+def test_an_old_jax_is_refused() -> None:
+    script = """
+import jax
+jax.__version_info__ = (0, 9, 2)
+jax.__version__ = "0.9.2"
+try:
+    import streamkl_cupy.jax
+except ImportError as error:
+    print(error)
+"""
+    assert "needs JAX 0.10 or newer, got 0.9.2; install" in run_python(script)
+
+
+# -------------------------------------------------------------------------------------------------
+# A card that is only pretended
+
+
+class Prepared:
+    """What `api.Prepared` is, for a card that is only pretended."""
+
+    def __init__(
+        self, card: Card, index: int, chosen: Any, launch: Callable[[dict[str, int]], None]
+    ) -> None:
+        self.workspace_bytes = chosen.workspace_bytes
+        self.is_loaded = False
+        self._card, self._index, self._chosen, self._launch = card, index, chosen, launch
+        card.prepared.append(self)
+
+    def load(self) -> None:
+        self.is_loaded = True
+
+    def launch(self, pointers: dict[str, int], workspace: int, stream: int) -> None:
+        assert self.is_loaded
+        assert (self._index, stream) == (Card.CURRENT, Card.STREAM)
+        assert pointers.keys() == api.NULL_POINTERS.keys()
+        assert bool(workspace) == bool(self.workspace_bytes)
+        assert workspace % plan.WORKSPACE_ALIGNMENT == 0
+        if workspace:
+            ctypes.memset(workspace, 0xFF, self.workspace_bytes)
+        self._card.launched.append(self._chosen)
+        self._launch(pointers)
+
+
+class Card:
+    """Stands for two cards, the second of which is the current one."""
+
+    STREAM, CURRENT = 0xBEEF, 1
+
+    def __init__(self) -> None:
+        self.prepared: list[Prepared] = []
+        self.launched: list[Any] = []
+
+    class cuda:
+        class runtime:
+            @staticmethod
+            def getDevice() -> int:
+                return Card.CURRENT
+
+    def forward(self, problem: Problem, index: int, *_: Any) -> Prepared:
+        check_gpu(problem)
+        chosen = plan.forward(problem, FACTS)
+
+        def launch(pointers: dict[str, int]) -> None:
+            state = reference.attention_kl(**self.inputs(problem, pointers), return_state=True)
+            rows = {"kl": state.kl, "lse1": state.lse1, "lse2": state.lse2}
+            rows |= {"lse1_low": np.full_like(state.kl, 0.25)}
+            rows |= {"lse2_low": np.full_like(state.kl, -0.25)}
+            for name, values in rows.items():
+                if pointers[name]:
+                    self.rows(problem, pointers[name])[...] = values
+
+        return Prepared(self, index, chosen, launch)
+
+    def backward(
+        self,
+        problem: Problem,
+        index: int,
+        override: object,
+        wrt: tuple[str, ...],
+        strategy: str,
+        deterministic: bool,
+        dkl: Strides,
+    ) -> Prepared:
+        check_gpu(problem)
+        assert dkl == problem.row
+        chosen = plan.backward(problem, FACTS, wrt, strategy=strategy, deterministic=deterministic)
+
+        def launch(pointers: dict[str, int]) -> None:
+            names = ("dkl", "kl", "lse1", "lse2", "lse1_low", "lse2_low")
+            rows = {name: self.rows(problem, pointers[name]) for name in names}
+            assert (rows["lse1_low"] == 0.25).all()
+            assert (rows["lse2_low"] == -0.25).all()
+            assert wrt == tuple(name for name in INPUTS if pointers["d" + name])
+            inputs = self.inputs(problem, pointers)
+            state = reference.ReferenceState(rows["kl"], rows["lse1"], rows["lse2"])
+            gradients = reference.attention_kl_backward(rows["dkl"], **inputs, state=state, wrt=wrt)
+            for name, gradient in zip(wrt, gradients, strict=True):
+                strides, dtype = gradient_strides(problem, name), inputs[name].dtype
+                self.view(pointers["d" + name], gradient.shape, strides, dtype)[...] = gradient
+
+        return Prepared(self, index, chosen, launch)
+
+    def callback(self, start: Callable[..., None], results: Any, **options: Any) -> Any:
+        assert options == {"command_buffer_compatible": True}
+        context = types.SimpleNamespace(stream=self.STREAM)
+        return buffer_callback(lambda _, *arrays: start(context, *arrays), results)
+
+    def inputs(self, problem: Problem, pointers: dict[str, int]) -> dict[str, Any]:
+        lengths = {"q": problem.num_queries, "k": problem.num_keys}
+        heads = {
+            "q1": problem.num_heads,
+            "k1": problem.num_key_heads1,
+            "q2": problem.num_heads,
+            "k2": problem.num_key_heads2,
+        }
+        dims = {"1": problem.head_dim1, "2": problem.head_dim2}
+        dtype = np.dtype(getattr(ml_dtypes, problem.dtype, problem.dtype))
+        arrays = {}
+        for name in INPUTS:
+            shape = (problem.batch, heads[name], lengths[name[0]], dims[name[1]])
+            arrays[name] = self.view(pointers[name], shape, getattr(problem, name), dtype)
+        return arrays | {"causal": problem.causal}
+
+    def rows(self, problem: Problem, pointer: int) -> np.ndarray:
+        shape = (problem.batch, problem.num_heads, problem.num_queries, 1)
+        return self.view(pointer, shape, problem.row, np.dtype(np.float32))[..., 0]
+
+    @staticmethod
+    def view(
+        pointer: int, shape: tuple[int, ...], strides: Strides, dtype: np.dtype[Any]
+    ) -> np.ndarray:
+        steps = (strides.batch, strides.head, strides.row, 1)
+        count = 1 + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
+        memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(pointer)
+        flat = np.frombuffer(memory, dtype)
+        return np.lib.stride_tricks.as_strided(flat, shape, [s * dtype.itemsize for s in steps])
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
+    card = Card()
+    monkeypatch.setattr(interop, "cupy", lambda: card)
+    monkeypatch.setattr(api, "prepare_forward", card.forward)
+    monkeypatch.setattr(api, "prepare_backward", card.backward)
+    monkeypatch.setattr(door, "buffer_callback", card.callback)
+    monkeypatch.setattr(door, "_cards", lambda: [0, 1])
+    monkeypatch.setattr(door, "_address", lambda x: np.asarray(x).__array_interface__["data"][0])
+    rules = (
+        (door._forward_p, door._forward_on_cuda, door._forward_on_cpu),
+        (door._backward_p, door._backward_on_cuda, door._backward_on_cpu),
+    )
+
+    def lower(position: int) -> None:
+        jax.clear_caches()
+        for primitive, *functions in rules:
+            rule = mlir.lower_fun(functions[position], multiple_results=True)
+            mlir.register_lowering(primitive, rule, platform="cpu")
+
+    lower(0)
+    yield card
+    lower(1)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("num_queries", [3, 80], ids=["splits", "plain"])
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+def test_on_a_card(
+    layout: str, num_queries: int, dtype: str, card: Card, rng: np.random.Generator
+) -> None:
+    shape = {"batch": 2, "heads": 4, "key_heads1": 2, "num_queries": num_queries}
+    host = draw(rng, num_keys=2000 if num_queries == 3 else 90, **shape)
+    if layout == "bnhd":
+        host = {name: x.swapaxes(1, 2) for name, x in host.items()}
+    inputs = [jnp.asarray(host[name], dtype) for name in INPUTS]
+    options = {"causal": True, "layout": layout}
+
+    def weighted(*inputs: Any) -> Any:
+        kl = attention_kl(*inputs, **options)
+        return (kl * host["dkl"]).sum(), kl
+
+    (_, kl), gradients = jax.value_and_grad(weighted, (0, 1, 2, 3), has_aux=True)(*inputs)
+    ours = {"kl": kl} | {"d" + n: x for n, x in zip(INPUTS, gradients, strict=True)}
+    taken = {name: np.asarray(x) for name, x in zip(INPUTS, inputs, strict=True)}
+    assert_all_accurate(
+        {name: np.asarray(x) for name, x in ours.items()}, taken | {"dkl": host["dkl"]}, options
+    )
+    forward, backward = card.launched
+    assert (forward.num_splits > 1) == (num_queries == 3)
+    assert len(backward.sides) == 2
+    # Each on both cards, loaded before anything has run.
+    assert len(card.prepared) == 4
+    assert all(prepared.is_loaded for prepared in card.prepared)
+
+
+def test_kl_alone_keeps_nothing(card: Card, rng: np.random.Generator) -> None:
+    inputs = problem_in(rng, "bfloat16", num_queries=80)
+    np.testing.assert_allclose(attention_kl(*inputs), kl_of(inputs), rtol=1e-4)
+    jax.grad(lambda k2: attention_kl(*inputs[:3], k2, reduction="sum"))(inputs[3])
+    alone, forward, backward = card.launched
+    assert alone == forward
+    assert [side.side for side in backward.sides] == [2]
+    assert backward.sides[0].dq is None
+
+
+@pytest.mark.parametrize("lengths", [(0, 7), (5, 0)], ids=str)
+def test_nothing_to_compute_on_a_card(lengths: tuple[int, int], card: Card) -> None:
+    q, k = (jnp.ones((1, 2, length, 8), "bfloat16") for length in lengths)
+    gradients = jax.grad(lambda *x: attention_kl(*x, reduction="mean"), (0, 1, 2, 3))(q, k, q, k)
+    assert all((gradient == 0).all() for gradient in gradients)
+    # XLA makes no call whose results have no elements.
+    *forward, backward = card.launched
+    assert len(forward) == (lengths[0] > 0)
+    assert (backward.workspace_bytes > 0) == (lengths[0] > 0)
+
+
+def test_only_a_card_refuses_it(card: Card, rng: np.random.Generator) -> None:
+    with pytest.raises(TypeError, match="q1: expected bfloat16 or float16 on a GPU, got float32"):
+        attention_kl(*problem_in(rng, "float32"))
+    with pytest.raises(ValueError, match="q1 and k1: expected a head dimension that is a multiple"):
+        attention_kl(*problem_in(rng, "bfloat16", head_dim1=12))
+    with pytest.raises(ValueError, match=r"scale2: expected a magnitude below 2\.3e38"):
+        attention_kl(*problem_in(rng, "bfloat16"), scale2=1e39)
+    assert card.launched == []
