@@ -27,7 +27,7 @@ import functools
 import operator
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import ml_dtypes
@@ -585,10 +585,9 @@ class _Torch:
         return Array(value, self, shape, strides, dtype, index, pointer, False, view)
 
     def recognise(self, names: tuple[str, ...], values: tuple[Any, ...]) -> Group | None:
-        first = values[0]
         try:
-            seen = self._seen.get((names, first.shape, first.device))
-        except RuntimeError:  # a nested tensor has no shape
+            seen = self._seen.get(self._traits(names, values))
+        except (AttributeError, RuntimeError):  # no tensors, or nested ones, which have no shape
             return None
         # No guard asks for tangents.
         if seen is None or self._forward_ad._current_level >= 0:
@@ -613,7 +612,12 @@ class _Torch:
             dynamic_dims_sizes=[list(value.shape) for value in values],
             dynamic_dims_strides=[list(value.stride()) for value in values],
         )
-        self._seen[names, values[0].shape, values[0].device] = guard, group.keys
+        self._seen[self._traits(names, values)] = guard, group.keys
+
+    def _traits(self, names: tuple[str, ...], values: Sequence[Any]) -> tuple[Any, ...]:
+        """What finds the guard that is worth a try: a query's traits, and a length of keys."""
+        first = values[0]
+        return names, first.dtype, first.device, first.shape, values[-1].shape
 
     def from_numpy(self, values: NDArray[Any], like: Array) -> Any:
         if values.dtype == _NUMPY_DTYPES["bfloat16"]:
