@@ -8,14 +8,16 @@ library  in, on the CPU         in, on CUDA            out, on CUDA             
 =======  =====================  =====================  ==========================  =============
 NumPy    as it is
 CuPy                            its attributes         ``cupy.empty``              CuPy's
-torch    ``Tensor.numpy``       its attributes         ``torch.empty``             torch's
+torch    ``Tensor.numpy``       its attributes         torch's allocator           torch's
 JAX      ``numpy.asarray``      ``cupy.from_dlpack``   ``cupy.empty`` and DLPack   CuPy's
 others   ``numpy.from_dlpack``  ``cupy.from_dlpack``   ``cupy.empty`` and DLPack   CuPy's
 =======  =====================  =====================  ==========================  =============
 
 "Others" have ``__dlpack__`` and the ``__array_namespace__`` of the array API standard, whose
 ``from_dlpack`` makes the results. torch's attributes are read directly because an exchange by
-DLPack takes longer than a launch.
+DLPack takes longer than a launch, and so does a look at each attribute of each tensor: tensors on
+CUDA like those of an earlier call are recognised by the guards that torch.compile has for its code,
+and only their addresses are read.
 
 torch and CuPy free memory in stream order, so a caller may drop an input as soon as the call
 returns. The others free on streams of their own: there the call waits for the kernels to finish.
@@ -27,7 +29,7 @@ import functools
 import operator
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import ml_dtypes
@@ -585,10 +587,9 @@ class _Torch:
         return Array(value, self, shape, strides, dtype, index, pointer, False, view)
 
     def recognise(self, names: tuple[str, ...], values: tuple[Any, ...]) -> Group | None:
-        first = values[0]
         try:
-            seen = self._seen.get((names, first.shape, first.device))
-        except RuntimeError:  # a nested tensor has no shape
+            seen = self._seen.get(self._traits(names, values))
+        except (AttributeError, RuntimeError):  # no tensors, or nested ones, which have no shape
             return None
         # No guard asks for tangents.
         if seen is None or self._forward_ad._current_level >= 0:
@@ -613,7 +614,12 @@ class _Torch:
             dynamic_dims_sizes=[list(value.shape) for value in values],
             dynamic_dims_strides=[list(value.stride()) for value in values],
         )
-        self._seen[names, values[0].shape, values[0].device] = guard, group.keys
+        self._seen[self._traits(names, values)] = guard, group.keys
+
+    def _traits(self, names: tuple[str, ...], values: Sequence[Any]) -> tuple[Any, ...]:
+        """What finds the guard that is worth a try: a query's traits, and a length of keys."""
+        first = values[0]
+        return names, first.device, first.shape, values[-1].shape
 
     def from_numpy(self, values: NDArray[Any], like: Array) -> Any:
         if values.dtype == _NUMPY_DTYPES["bfloat16"]:
@@ -749,7 +755,7 @@ def _element_strides(argument: str, value: Any) -> tuple[int, ...]:
 
 def _are_aligned(pointers: tuple[int, ...]) -> bool:
     """Whether all are addresses, and multiples of 16: what the keys of remembered arrays say."""
-    return all(pointers) and not functools.reduce(operator.or_, pointers) & 15
+    return 0 not in pointers and not functools.reduce(operator.or_, pointers) & 15
 
 
 @functools.lru_cache(maxsize=_REMEMBERED)

@@ -411,7 +411,11 @@ def check_options(
                 "name the order of the axes of the four inputs",
             )
         )
-    return causal, _check_scale("scale1", scale1), _check_scale("scale2", scale2), layout
+    if scale1 is not None:
+        scale1 = _check_scale("scale1", scale1)
+    if scale2 is not None:
+        scale2 = _check_scale("scale2", scale2)
+    return causal, scale1, scale2, layout
 
 
 def check_flag(name: str, value: Any) -> None:
@@ -739,9 +743,7 @@ def check_output(
             raise ValueError(message(name, expected, got, "allocate it separately"))
 
 
-def _check_scale(name: str, scale: Any) -> float | None:
-    if scale is None:
-        return None
+def _check_scale(name: str, scale: Any) -> float:
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         remedy = "pass float(...) of it, or leave it out for head_dim ** -0.5"
         raise TypeError(message(name, "a real number", _spell(scale), remedy))
