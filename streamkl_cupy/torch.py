@@ -27,6 +27,7 @@ from streamkl_cupy.problem import (
     Device,
     Operand,
     check_flag,
+    check_gpu,
     check_options,
     describe,
     message,
@@ -111,7 +112,12 @@ def attention_kl(
     >>> torch.autograd.grad(kl, k2)[0].flatten()      # P2 - P1
     tensor([-0.2500,  0.2500])
     """
-    options = check_options(causal, scale1, scale2, layout)
+    if torch.compiler.is_compiling():
+        # A scale may be symbolic here; the kernel checks its value.
+        check_options(causal, None, None, layout)
+        options = (causal, scale1, scale2, layout)
+    else:
+        options = check_options(causal, scale1, scale2, layout)
     _check_reduction(reduction)
     check_flag("return_lse", return_lse)
     if deterministic is None:
@@ -121,6 +127,9 @@ def attention_kl(
     for name, value in zip(INPUTS, (q1, k1, q2, k2), strict=True):
         if not isinstance(value, Tensor):
             raise TypeError(_not_a_tensor(name, value))
+        if value.is_nested:
+            remedy = "pass a dense, padded copy"
+            raise TypeError(message(name, "a dense torch tensor", "a nested one", remedy))
     if row_weights is not None:
         _check_row_weights(row_weights, q1)
 
@@ -445,18 +454,33 @@ def _fake_rows(q1: Tensor) -> Tensor:
 
 
 def _check_fake(inputs: Sequence[Tensor], options: tuple[Any, ...]) -> None:
-    """Raise what the kernel would, where nothing is symbolic."""
-    operands = []
+    """Raise what the kernel would raise of lengths that are known."""
+    device = inputs[0].device
     for name, value in zip(INPUTS, inputs, strict=True):
-        shape, strides = tuple(value.shape), tuple(value.stride())
-        if not all(type(number) is int for number in (*shape, *strides)):
-            return
-        # A device without memory computes nothing, so it takes what any device takes.
-        device = Device("cuda", value.get_device()) if value.is_cuda else Device("cpu")
-        dtype = str(value.dtype).removeprefix("torch.")
-        operands.append(Operand(name, shape, strides, dtype, device, _NO_ADDRESS))
-    causal, scale1, scale2, layout = options
-    describe(*operands, causal=causal, scale1=scale1, scale2=scale2, layout=layout)
+        # One tensor without memory makes the call a fake one, whatever the others are.
+        if value.device != device:
+            expected, got = f"a tensor on {device} like q1", f"one on {value.device}"
+            raise ValueError(message(name, expected, got, f"move it to {device}"))
+    if not all(type(length) is int for x in inputs for length in (*x.shape, *x.stride())):
+        return
+    # A device without memory computes nothing, so it takes what any device takes.
+    place = Device("cuda", inputs[0].get_device()) if device.type == "cuda" else Device("cpu")
+    operands = (
+        Operand(
+            name,
+            tuple(value.shape),
+            tuple(value.stride()),
+            str(value.dtype).removeprefix("torch."),
+            place,
+            _NO_ADDRESS,
+        )
+        for name, value in zip(INPUTS, inputs, strict=True)
+    )
+    causal, *scales, layout = options
+    scale1, scale2 = (scale if isinstance(scale, float) else None for scale in scales)
+    problem = describe(*operands, causal=causal, scale1=scale1, scale2=scale2, layout=layout)
+    if device.type == "cuda":
+        check_gpu(problem)
 
 
 # The operators: rules for vmap. The new axis becomes the batch, or is folded into it.
