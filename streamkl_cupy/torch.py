@@ -36,6 +36,7 @@ from streamkl_cupy.state import KLState
 
 try:
     import torch
+    from torch import Tensor
 except ImportError as error:
     raise ImportError(
         "streamkl_cupy.torch needs PyTorch 2.6 or newer, which cannot be imported; install it as "
@@ -49,8 +50,6 @@ REDUCTIONS = ("none", "sum", "mean", "batchmean")
 
 # In place of an address where there is no memory: aligned, and not null.
 _NO_ADDRESS = 16
-
-Tensor = torch.Tensor
 
 
 def attention_kl(
@@ -352,9 +351,7 @@ def _check_reduction(reduction: Any) -> None:
     if not isinstance(reduction, str) or reduction not in REDUCTIONS:
         error = ValueError if isinstance(reduction, str) else TypeError
         expected = '"none", "sum", "mean" or "batchmean"'
-        raise error(
-            message("reduction", expected, repr(reduction), "leave it out for the default")
-        )
+        raise error(message("reduction", expected, repr(reduction), "leave it out for the default"))
 
 
 def _check_row_weights(row_weights: Any, q1: Tensor) -> None:
@@ -407,16 +404,22 @@ def _run_attention_kl_state(
         return_state=True,
     )
     # In float64 nothing is missing, but an operator always returns tensors, and no two alike.
-    lows = [torch.zeros_like(state.kl) if low is None else low for low in (state.lse1_low, state.lse2_low)]
+    lows = [
+        torch.zeros_like(state.kl) if low is None else low
+        for low in (state.lse1_low, state.lse2_low)
+    ]
     return (state.kl, state.lse1, state.lse2, *lows)
 
 
 def _run_attention_kl_backward(dkl: Tensor, *arguments: Any) -> list[Tensor]:
-    inputs, state = arguments[:4], arguments[4:9]
+    q1, k1, q2, k2, *state = arguments[:9]
     wrt, causal, scale1, scale2, layout, deterministic = arguments[9:]
     gradients = api.attention_kl_backward(
         dkl,
-        *inputs,
+        q1,
+        k1,
+        q2,
+        k2,
         KLState(*state),
         wrt=wrt,
         causal=causal,
