@@ -9,11 +9,13 @@
 
 Three operators stand between torch and `api`: ``streamkl_cupy::attention_kl`` (kl alone),
 ``attention_kl_state`` (with what the backward needs) and ``attention_kl_backward``. Each has a
-kernel, which calls `api`, a fake kernel, which computes shapes, and a rule for vmap. None has a
-formula for its gradient: the autograd functions below have, and choose the operator.
+kernel, which calls `api`, a fake kernel, which computes shapes, and a rule for vmap; the first two
+have a formula for their gradient, the third has none, so that a second derivative is an error.
 
-The operators are defined through `torch.library.Library`, which `torch.library.custom_op` is a
-wrapper of: a call of the wrapper costs the host as much as four allocations.
+The operators are defined through `torch.library.Library`, of which `torch.library.custom_op` is a
+wrapper, because a call through the wrapper costs the host as much as four allocations. For the same
+reason an eager call comes to its operator below autograd, through an autograd function of its own:
+`torch.compile` sees the operators alone.
 """
 
 from __future__ import annotations
@@ -132,17 +134,33 @@ def attention_kl(
     if row_weights is not None:
         _check_row_weights(row_weights, q1)
 
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        # Whether an outer transform wants a gradient cannot be seen from here.
-        kl, *lse = _Transformed.apply(q1, k1, q2, k2, *options, deterministic)[:3]
-    elif torch.is_grad_enabled() and (
+    # Inside of torch.func it cannot be seen from here whether an outer transform wants a gradient.
+    is_transformed = torch._C._are_functorch_transforms_active()
+    is_differentiated = torch.is_grad_enabled() and (
         q1.requires_grad or k1.requires_grad or q2.requires_grad or k2.requires_grad
-    ):
+    )
+    lse: Sequence[Tensor] = ()
+    if torch.compiler.is_compiling():
+        if is_transformed:
+            raise RuntimeError(
+                "streamkl_cupy.torch.attention_kl: expected torch.compile and torch.func apart, "
+                "got a transform inside of a compiled function; transform the compiled function "
+                "or compile without fullgraph=True."
+            )
+        if is_differentiated or return_lse:
+            kl, *lse = _attention_kl_state(q1, k1, q2, k2, *options, deterministic)[:3]
+        else:
+            kl = _attention_kl(q1, k1, q2, k2, *options, deterministic)
+    elif is_transformed:
+        kl, *lse = _Transformed.apply(q1, k1, q2, k2, *options, deterministic)[:3]
+    elif is_differentiated:
         kl, *lse = _AttentionKL.apply(q1, k1, q2, k2, *options, deterministic, return_lse)
-    elif return_lse:
-        kl, *lse = _attention_kl_state(q1, k1, q2, k2, *options)[:3]
     else:
-        kl, lse = _attention_kl(q1, k1, q2, k2, *options), []
+        with _below_autograd():
+            if return_lse:
+                kl, *lse = _attention_kl_state(q1, k1, q2, k2, *options, deterministic)[:3]
+            else:
+                kl = _attention_kl(q1, k1, q2, k2, *options, deterministic)
 
     if reduction != "none" or row_weights is not None:
         num_keys = k1.shape[1 if k1.ndim == 4 and layout == "bnhd" else -2]
@@ -217,6 +235,10 @@ class AttentionKLLoss(torch.nn.Module):
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
 
+# Calls inside of it go to the kernel of an operator, past its formula.
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
 class _AttentionKL(torch.autograd.Function):
     """The gradient outside of torch.func.
 
@@ -238,10 +260,11 @@ class _AttentionKL(torch.autograd.Function):
         deterministic: bool,
         return_lse: bool,
     ) -> Any:
-        options = (causal, scale1, scale2, layout)
-        state = _attention_kl_state(q1, k1, q2, k2, *options)
+        options = (causal, scale1, scale2, layout, deterministic)
+        with _below_autograd():
+            state = _attention_kl_state(q1, k1, q2, k2, *options)
         ctx.save_for_backward(q1, k1, q2, k2, *state)
-        ctx.options = (*options, deterministic)
+        ctx.options = options
         if not return_lse:
             return (state[0],)
         ctx.mark_non_differentiable(state[1], state[2])
@@ -269,17 +292,16 @@ class _Transformed(torch.autograd.Function):
         layout: str,
         deterministic: bool,
     ) -> Any:
-        return _attention_kl_state(q1, k1, q2, k2, causal, scale1, scale2, layout)
+        options = (causal, scale1, scale2, layout, deterministic)
+        return _attention_kl_state(q1, k1, q2, k2, *options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.save_for_backward(*inputs[:4], *output)
-        ctx.options = inputs[4:]
-        ctx.mark_non_differentiable(*output[1:])
+        _keep_state(ctx, inputs, output)
 
     @staticmethod
     def backward(ctx: Any, dkl: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, dkl) + (None,) * 5
+        return _backward(ctx, dkl)
 
 
 class _Gradients(torch.autograd.Function):
@@ -302,6 +324,29 @@ class _Gradients(torch.autograd.Function):
             "derivative, for which there is no formula; compute it from the matrices of logits, or "
             "detach the gradients."
         )
+
+
+def _keep_state(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Save for the backward of ``attention_kl_state``."""
+    ctx.save_for_backward(*inputs[:4], *output)
+    ctx.options = inputs[4:]
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Save for the backward of ``attention_kl``, which is differentiated by accident only.
+
+    As when a program that was exported for evaluation is trained: the state is computed then.
+    """
+    with _below_autograd():
+        state = _attention_kl_state(*inputs)
+    ctx.save_for_backward(*inputs[:4], *state)
+    ctx.options = inputs[4:]
+
+
+def _backward(ctx: Any, dkl: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    """The formula of the gradient, as an operator has it."""
+    return _gradients(ctx, dkl) + (None,) * 5
 
 
 def _gradients(ctx: Any, dkl: Tensor) -> tuple[Tensor | None, ...]:
@@ -381,7 +426,7 @@ def _not_a_tensor(name: str, value: Any) -> str:
 
 
 def _run_attention_kl(q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, *options: Any) -> Tensor:
-    causal, scale1, scale2, layout = options
+    causal, scale1, scale2, layout, _ = options
     kl: Tensor = api.attention_kl(
         q1, k1, q2, k2, causal=causal, scale1=scale1, scale2=scale2, layout=layout
     )
@@ -391,7 +436,7 @@ def _run_attention_kl(q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, *options: 
 def _run_attention_kl_state(
     q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, *options: Any
 ) -> tuple[Any, ...]:
-    causal, scale1, scale2, layout = options
+    causal, scale1, scale2, layout, _ = options
     state = api.attention_kl(
         q1,
         k1,
@@ -479,7 +524,7 @@ def _check_fake(inputs: Sequence[Tensor], options: tuple[Any, ...]) -> None:
         )
         for name, value in zip(INPUTS, inputs, strict=True)
     )
-    causal, *scales, layout = options
+    causal, *scales, layout, _ = options
     scale1, scale2 = (scale if isinstance(scale, float) else None for scale in scales)
     problem = describe(*operands, causal=causal, scale1=scale1, scale2=scale2, layout=layout)
     if device.type == "cuda":
@@ -490,18 +535,20 @@ def _check_fake(inputs: Sequence[Tensor], options: tuple[Any, ...]) -> None:
 
 
 def _vmap_attention_kl(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
-    *inputs, causal, scale1, scale2, layout = arguments
+    *inputs, causal, scale1, scale2, layout, deterministic = arguments
     rank = _logical_rank(inputs[0], in_dims[0])
     folded = _fold_inputs(inputs, in_dims, info.batch_size)
-    kl = _attention_kl(*folded, causal, scale1, scale2, _folded_layout(layout, rank))
+    layout = _folded_layout(layout, rank)
+    kl = _attention_kl(*folded, causal, scale1, scale2, layout, deterministic)
     return _unfold(kl, rank, info.batch_size), 0
 
 
 def _vmap_attention_kl_state(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
-    *inputs, causal, scale1, scale2, layout = arguments
+    *inputs, causal, scale1, scale2, layout, deterministic = arguments
     rank = _logical_rank(inputs[0], in_dims[0])
     folded = _fold_inputs(inputs, in_dims, info.batch_size)
-    state = _attention_kl_state(*folded, causal, scale1, scale2, _folded_layout(layout, rank))
+    layout = _folded_layout(layout, rank)
+    state = _attention_kl_state(*folded, causal, scale1, scale2, layout, deterministic)
     return tuple(_unfold(part, rank, info.batch_size) for part in state), (0,) * len(state)
 
 
@@ -564,13 +611,13 @@ def _logical_rank(value: Tensor, in_dim: int | None) -> int:
 
 _INPUTS = "Tensor q1, Tensor k1, Tensor q2, Tensor k2"
 _STATE = "Tensor kl, Tensor lse1, Tensor lse2, Tensor lse1_low, Tensor lse2_low"
-_OPTIONS = "bool causal, float? scale1, float? scale2, str layout"
+_OPTIONS = "bool causal, float? scale1, float? scale2, str layout, bool deterministic"
 
 # Kept alive: with it the operators would go.
 _library = torch.library.Library("streamkl_cupy", "DEF")
 
 
-def _define(name: str, schema: str, kernel: Any, fake: Any, vmap: Any) -> Any:
+def _define(name: str, schema: str, kernel: Any, fake: Any, vmap: Any, keep: Any = None) -> Any:
     """Define an operator; return its only overload, which is what can be called fastest."""
     _library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     # Whatever the device is: `api` knows the devices, and words the errors about others.
@@ -578,6 +625,8 @@ def _define(name: str, schema: str, kernel: Any, fake: Any, vmap: Any) -> Any:
     qualified = f"streamkl_cupy::{name}"
     torch.library.register_fake(qualified, fake, lib=_library)
     torch.library.register_vmap(qualified, vmap, lib=_library)
+    if keep is not None:
+        torch.library.register_autograd(qualified, _backward, setup_context=keep, lib=_library)
     return getattr(torch.ops.streamkl_cupy, name).default
 
 
@@ -587,6 +636,7 @@ _attention_kl = _define(
     _run_attention_kl,
     _fake_attention_kl,
     _vmap_attention_kl,
+    _keep_inputs,
 )
 _attention_kl_state = _define(
     "attention_kl_state",
@@ -594,10 +644,11 @@ _attention_kl_state = _define(
     _run_attention_kl_state,
     _fake_attention_kl_state,
     _vmap_attention_kl_state,
+    _keep_state,
 )
 _attention_kl_backward = _define(
     "attention_kl_backward",
-    f"(Tensor dkl, {_INPUTS}, {_STATE}, str[] wrt, {_OPTIONS}, bool deterministic) -> Tensor[]",
+    f"(Tensor dkl, {_INPUTS}, {_STATE}, str[] wrt, {_OPTIONS}) -> Tensor[]",
     _run_attention_kl_backward,
     _fake_attention_kl_backward,
     _vmap_attention_kl_backward,
