@@ -13,6 +13,7 @@ from bench.report import Report, Row
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PYTHON = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 SHELL = re.findall(r"^```bash\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 
 
@@ -45,7 +46,7 @@ def test_ci_runs_the_test_command_word_for_word() -> None:
 
 def test_the_python_example_runs() -> None:
     pytest.importorskip("torch")
-    (code,) = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    code = PYTHON[0]
     lines = [line for line in code.splitlines() if line and not line.startswith("import")]
     assert len(lines) <= 10
     small = code.replace('device="cuda"', 'device="cpu"').replace("8192", "32")
@@ -54,6 +55,15 @@ def test_the_python_example_runs() -> None:
     exec(small, names)
     assert names["dq2"].shape == names["q2"].shape  # type: ignore[attr-defined]
     assert float(names["loss"]) > 0  # type: ignore[arg-type]
+
+
+def test_the_torch_example_runs() -> None:
+    torch = pytest.importorskip("torch")
+    (code,) = (block for block in PYTHON if "streamkl_cupy.torch" in block)
+    names: dict[str, object] = {name: torch.randn(2, 9, 8) for name in ("q1", "k1", "q2", "k2")}
+    exec(code, names)
+    assert names["q2"].grad.abs().max() > 0  # type: ignore[attr-defined]
+    assert names["k2"].grad is None  # type: ignore[attr-defined]
 
 
 def test_every_figure_of_the_table_comes_from_a_file_of_results() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import doctest
 import itertools
 import os
 import subprocess
@@ -655,7 +656,7 @@ def test_inputs_that_do_not_fit(needs_grad: bool, generator: Any) -> None:
         attention_kl(q1, k1.to("meta"), q2, k2)
 
 
-# The import.
+# The import, and what the docstrings show.
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
@@ -682,3 +683,7 @@ def test_without_torch_the_import_says_what_to_install() -> None:
 def test_the_import_needs_no_cupy() -> None:
     done = python("import sys, streamkl_cupy.torch; print('cupy' in sys.modules)")
     assert done.stdout == "False\n", done.stderr
+
+
+def test_the_examples_in_the_docstrings() -> None:
+    assert doctest.testmod(functional).failed == 0
