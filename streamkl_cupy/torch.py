@@ -113,59 +113,47 @@ def attention_kl(
     >>> torch.autograd.grad(kl, k2)[0].flatten()      # P2 - P1
     tensor([-0.2500,  0.2500])
     """
-    if torch.compiler.is_compiling():
+    is_traced = torch.compiler.is_compiling()
+    if is_traced:
         # A scale may be symbolic here; the kernel checks its value.
         check_options(causal, None, None, layout)
-        options = (causal, scale1, scale2, layout)
     else:
-        options = check_options(causal, scale1, scale2, layout)
+        causal, scale1, scale2, layout = check_options(causal, scale1, scale2, layout)
     _check_reduction(reduction)
     check_flag("return_lse", return_lse)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     else:
         check_flag("deterministic", deterministic)
-    for name, value in zip(INPUTS, (q1, k1, q2, k2), strict=True):
-        if not isinstance(value, Tensor):
+    inputs = (q1, k1, q2, k2)
+    for name, value in zip(INPUTS, inputs, strict=True):
+        if not isinstance(value, Tensor) or value.is_nested:
             raise TypeError(_not_a_tensor(name, value))
-        if value.is_nested:
-            remedy = "pass a dense, padded copy"
-            raise TypeError(message(name, "a dense torch tensor", "a nested one", remedy))
     if row_weights is not None:
         _check_row_weights(row_weights, q1)
 
-    # Inside of torch.func it cannot be seen from here whether an outer transform wants a gradient.
-    is_transformed = torch._C._are_functorch_transforms_active()
+    options = (causal, scale1, scale2, layout, deterministic)
     is_differentiated = torch.is_grad_enabled() and (
         q1.requires_grad or k1.requires_grad or q2.requires_grad or k2.requires_grad
     )
-    lse: Sequence[Tensor] = ()
-    if torch.compiler.is_compiling():
-        if is_transformed:
-            raise RuntimeError(
-                "streamkl_cupy.torch.attention_kl: expected torch.compile and torch.func apart, "
-                "got a transform inside of a compiled function; transform the compiled function "
-                "or compile without fullgraph=True."
-            )
-        if is_differentiated or return_lse:
-            kl, *lse = _attention_kl_state(q1, k1, q2, k2, *options, deterministic)[:3]
-        else:
-            kl = _attention_kl(q1, k1, q2, k2, *options, deterministic)
-    elif is_transformed:
-        kl, *lse = _Transformed.apply(q1, k1, q2, k2, *options, deterministic)[:3]
+    if is_traced:
+        kl, *lse = _trace(inputs, options, is_differentiated or return_lse)
+    elif torch._C._are_functorch_transforms_active():
+        # It cannot be seen from here whether an outer transform wants a gradient.
+        kl, *lse = _Transformed.apply(*inputs, *options)
     elif is_differentiated:
-        kl, *lse = _AttentionKL.apply(q1, k1, q2, k2, *options, deterministic, return_lse)
+        kl, *lse = _AttentionKL.apply(*inputs, options, return_lse)
     else:
         with _below_autograd():
             if return_lse:
-                kl, *lse = _attention_kl_state(q1, k1, q2, k2, *options, deterministic)[:3]
+                kl, *lse = _attention_kl_state(*inputs, *options)
             else:
-                kl = _attention_kl(q1, k1, q2, k2, *options, deterministic)
+                kl = _attention_kl(*inputs, *options)
 
     if reduction != "none" or row_weights is not None:
         num_keys = k1.shape[1 if k1.ndim == 4 and layout == "bnhd" else -2]
         kl = _reduce(kl, num_keys, causal, layout, reduction, row_weights)
-    return (kl, *lse) if return_lse else kl
+    return (kl, *lse[:2]) if return_lse else kl
 
 
 class AttentionKLLoss(torch.nn.Module):
@@ -253,26 +241,22 @@ class _AttentionKL(torch.autograd.Function):
         k1: Tensor,
         q2: Tensor,
         k2: Tensor,
-        causal: bool,
-        scale1: float | None,
-        scale2: float | None,
-        layout: str,
-        deterministic: bool,
+        options: tuple[Any, ...],
         return_lse: bool,
     ) -> Any:
-        options = (causal, scale1, scale2, layout, deterministic)
         with _below_autograd():
             state = _attention_kl_state(q1, k1, q2, k2, *options)
         ctx.save_for_backward(q1, k1, q2, k2, *state)
         ctx.options = options
         if not return_lse:
-            return (state[0],)
+            return state[:1]
         ctx.mark_non_differentiable(state[1], state[2])
+        ctx.set_materialize_grads(False)
         return state[:3]
 
     @staticmethod
     def backward(ctx: Any, dkl: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        return _gradients(ctx, dkl) + (None,) * 6
+        return (*_gradients(ctx, dkl), None, None)
 
 
 class _Transformed(torch.autograd.Function):
@@ -326,11 +310,29 @@ class _Gradients(torch.autograd.Function):
         )
 
 
+def _trace(
+    inputs: Sequence[Tensor], options: tuple[Any, ...], with_state: bool
+) -> tuple[Tensor, ...]:
+    """What `torch.compile` sees: an operator, with its formula."""
+    if torch._C._are_functorch_transforms_active():
+        # The formula would go unseen by the transform.
+        raise RuntimeError(
+            "streamkl_cupy.torch.attention_kl: expected torch.compile and torch.func apart, got a "
+            "transform inside of a compiled function; transform the compiled function, or compile "
+            "without fullgraph=True."
+        )
+    if with_state:
+        state: tuple[Tensor, ...] = _attention_kl_state(*inputs, *options)
+        return state
+    return (_attention_kl(*inputs, *options),)
+
+
 def _keep_state(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     """Save for the backward of ``attention_kl_state``."""
     ctx.save_for_backward(*inputs[:4], *output)
     ctx.options = inputs[4:]
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # nothing is to be filled with zeros for the others
 
 
 def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -418,6 +420,8 @@ def _check_row_weights(row_weights: Any, q1: Tensor) -> None:
 
 
 def _not_a_tensor(name: str, value: Any) -> str:
+    if isinstance(value, Tensor):
+        return message(name, "a dense torch tensor", "a nested one", "pass a dense, padded copy")
     remedy = "call streamkl_cupy.attention_kl with arrays of other libraries"
     return message(name, "a torch tensor", type(value).__name__, remedy)
 
