@@ -20,6 +20,14 @@ from .contender import Contender, Entry, Errors, Outputs, Work
 
 OPERATOR, AUTOGRAD, TRAINING = "torch operator", "torch autograd", "torch autograd and backward"
 
+# Whose host time each call is compared with, by the names of the table.
+MEASURED_BY = {
+    "ours, kl alone: attention_kl": "triton, bare launch",
+    f"ours, {OPERATOR}": f"triton, {OPERATOR}",
+    f"ours, {AUTOGRAD}": f"triton, {AUTOGRAD}",
+    f"ours, {TRAINING}": f"triton, {TRAINING}",
+}
+
 Check = Callable[[Outputs], Errors]
 
 
