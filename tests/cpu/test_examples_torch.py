@@ -45,4 +45,4 @@ def test_distil_minilm() -> None:
     assert losses[-1] < losses[0] - 1, said
     for relation in ("q-k", "v-v"):
         divergences = [float(x) for x in re.findall(rf"{relation} ([\d.]+)", said)]
-        assert divergences[-1] < divergences[0] / 4, said
+        assert divergences[-1] < divergences[0] / 2, said
