@@ -359,7 +359,7 @@ def test_forward_mode_is_refused(generator: Any) -> None:
     q1, k1, q2, k2 = draw(generator)
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(k2, torch.ones_like(k2))
-        with pytest.raises(TypeError, match="k2: .* got one with a forward-mode tangent"):
+        with pytest.raises(TypeError, match=r"k2: .* got one with a forward-mode tangent"):
             attention_kl(q1, k1, q2, dual)
         with pytest.raises(NotImplementedError, match="forward mode AD"):
             attention_kl(q1.requires_grad_(), k1, q2, dual)
