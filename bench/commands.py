@@ -11,7 +11,7 @@ import torch
 
 from streamkl_cupy.timing import PAUSE_MS, ROUND_MS, ROUNDS, Timing, measure
 
-from . import bars, cases, ours, peers, tuning, workloads
+from . import bars, cases, ours, peers, torch_calls, tuning, workloads
 from .bars import Bar
 from .case import GRADIENT_TOLERANCES, KL_TOLERANCE, NUM_SAMPLED_ROWS, Case
 from .cases import Spec
@@ -163,11 +163,14 @@ def overhead(options: argparse.Namespace, say: Say) -> Report:
     base = _base(options, workloads.OVERHEAD)
     base = replace(base, causal=options.causal == "causal")
     case = Case(base)
+    names = _peers(options, ("triton", "cudnn", "eager"))
     entries = [
         ours.forward_entry(case),
+        torch_calls.kl_entry(case),
         Entry("ours, CuPy arrays", lambda: _cupy_contender(case), ours=True),
         *(ours.backward_entry(case, strategy) for strategy in ("separate", "fused")),
-        *peers.forward_entries(_peers(options, ("triton", "cudnn", "eager")), case),
+        *peers.forward_entries(names, case),
+        *torch_calls.entries(case, with_triton="triton" in names),
         Entry("one torch.bmm", lambda: _bmm_contender(case)),
     ]
     rows: list[Row] = []
@@ -195,6 +198,7 @@ def overhead(options: argparse.Namespace, say: Say) -> Report:
         if row["contender"] in calls:
             medians = {key: figures[key][row["contender"]].median_ms * 1e3 for key in figures}
             row.update(medians, rounds=rounds)
+    _compare_hosts(rows)
     return Report(
         name="overhead",
         title=f"Cost of a call, {_shape(base)}",
@@ -203,6 +207,8 @@ def overhead(options: argparse.Namespace, say: Say) -> Report:
             Column("status", "status"),
             Column("error", "error", ".1e"),
             Column("host_us", "host (us)", ".1f"),
+            Column("of_peer", "of the peer's", ".2f"),
+            Column("peer", "peer"),
             Column("synchronised_us", "to the result (us)", ".1f"),
             Column("device_us", "device (us)", ".1f"),
             _DETAIL,
@@ -211,8 +217,19 @@ def overhead(options: argparse.Namespace, say: Say) -> Report:
         notes=[
             "Host: time for the call to return, many in a row. To the result: call and wait for "
             "the device. Device: kernels alone. Medians; hosts differ, so compare, do not quote.",
+            "The peer's: host time over that of the row named. A torch operator returns kl without "
+            "gradients, torch autograd keeps what its backward needs; Triton's are built alike.",
         ],
     )
+
+
+def _compare_hosts(rows: Sequence[Row]) -> None:
+    """Set the host time of each call of ours beside that of the peer it is to be measured by."""
+    by_name = {row["contender"]: row for row in rows if row["status"] == "ok"}
+    for name, peer in torch_calls.MEASURED_BY.items():
+        if name in by_name and peer in by_name:
+            by_name[name]["peer"] = peer
+            by_name[name]["of_peer"] = by_name[name]["host_us"] / by_name[peer]["host_us"]
 
 
 def memory(options: argparse.Namespace, say: Say) -> Report:

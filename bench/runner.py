@@ -131,7 +131,7 @@ def poison(shapes: Sequence[tuple[Sequence[int], torch.dtype]]) -> None:
         torch.full(tuple(shape), math.nan, dtype=dtype, device="cuda")
         for _ in range(2)
         for shape, dtype in shapes
-        if dtype.is_floating_point
+        if isinstance(dtype, torch.dtype) and dtype.is_floating_point
     ]
     del filled
 

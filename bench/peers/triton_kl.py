@@ -436,35 +436,73 @@ def forward(
     kl, lse1, lse2
         float32 ``(BH, N_Q)``, in nats.
     """
-    heads, num_queries, num_keys, d1, d2 = _shape(q1, k1, q2)
+    heads, num_queries, *_ = _shape(q1, k1, q2)
     kl, lse1, lse2 = (
         torch.empty(heads, num_queries, dtype=torch.float32, device=q1.device) for _ in range(3)
     )
+    inputs, outputs = (q1, k1, q2, k2), (kl, lse1, lse2)
 
     def launch(config: Config, only_compile: bool) -> None:
-        grid = (triton.cdiv(num_queries, config.block_q), heads)
-        arguments = (
-            q1, k1, q2, k2, kl, lse1, lse2, num_queries, num_keys,
-            scale1 * LOG2E.value, scale2 * LOG2E.value,
-        )  # fmt: skip
-        options = {
-            "D1": d1,
-            "D2": d2,
-            "BLOCK_Q": config.block_q,
-            "BLOCK_K": config.block_k,
-            "CAUSAL": causal,
-            "EVEN_Q": num_queries % config.block_q == 0,
-            "EVEN_K": num_keys % config.block_k == 0,
-            "num_warps": config.num_warps,
-            "num_stages": config.num_stages,
-        }
-        _run(forward_kernel, grid, arguments, options, only_compile)
+        parts = _forward_launch(inputs, outputs, causal, scale1, scale2, config)
+        _run(forward_kernel, *parts, only_compile)
 
     if config is None:
         key = ("forward", *_tuning_shape(q1, k1, q2), q1.dtype, causal)
         config = _tuned(key, SMALL_Q_CONFIGS if num_queries <= 16 else FORWARD_CONFIGS, launch)
     launch(config, False)
     return kl, lse1, lse2
+
+
+def prepared_forward(
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    *,
+    causal: bool,
+    scale1: float,
+    scale2: float,
+    config: Config,
+) -> Callable[[], object]:
+    """The launch of :func:`forward` alone, everything before it done once, here.
+
+    Parameters
+    ----------
+    inputs
+        q1, k1, q2, k2 as in :func:`forward`.
+    outputs
+        kl, lse1, lse2, to be written to.
+    causal, scale1, scale2
+        As in :func:`forward`.
+    config
+        Tiles to use.
+    """
+    grid, arguments, options = _forward_launch(inputs, outputs, causal, scale1, scale2, config)
+    return lambda: forward_kernel[grid](*arguments, **options)
+
+
+def _forward_launch(
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    causal: bool,
+    scale1: float,
+    scale2: float,
+    config: Config,
+) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
+    """Grid, arguments and options of the forward kernel."""
+    heads, num_queries, num_keys, d1, d2 = _shape(*inputs[:3])
+    grid = (triton.cdiv(num_queries, config.block_q), heads)
+    scales = (scale1 * LOG2E.value, scale2 * LOG2E.value)
+    options = {
+        "D1": d1,
+        "D2": d2,
+        "BLOCK_Q": config.block_q,
+        "BLOCK_K": config.block_k,
+        "CAUSAL": causal,
+        "EVEN_Q": num_queries % config.block_q == 0,
+        "EVEN_K": num_keys % config.block_k == 0,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+    return grid, (*inputs, *outputs, num_queries, num_keys, *scales), options
 
 
 def _run(

@@ -628,6 +628,38 @@ def test_the_torch_peers_are_right(torch, monkeypatch, name, case_name):
         assert is_right(contender.check(contender.call()), contender.tolerances)
 
 
+@pytest.mark.parametrize("case_name", ["square", "causal", "two head dims", "setting 2"])
+def test_the_ways_through_torch_are_right(torch, case_name):
+    from bench import torch_calls
+    from bench.case import Case
+    from bench.runner import is_right
+
+    case = Case(CASES[case_name], "cpu")
+    entries = torch_calls.entries(case, with_triton=False)
+    assert len(entries) == 3
+    for entry in (torch_calls.kl_entry(case), *entries):
+        contender = entry.make()
+        assert is_right(contender.check(contender.call()), contender.tolerances), entry.name
+
+
+def test_each_call_has_a_peer_of_its_kind(torch):
+    from bench import torch_calls
+    from bench.case import Case
+    from bench.commands import _compare_hosts
+
+    case = Case(CASES["square"], "cpu")
+    names = {entry.name for entry in torch_calls.entries(case, with_triton=True)}
+    names.add(f"{torch_calls.kl_entry(case).name}: {torch_calls.kl_entry(case).make().name}")
+    measured_by = torch_calls.MEASURED_BY
+    assert {*measured_by, *measured_by.values()} == names
+    rows = [{"contender": name, "status": "ok", "host_us": 10.0} for name in measured_by.values()]
+    rows += [{"contender": name, "status": "ok", "host_us": 15.0} for name in measured_by]
+    rows[-1]["status"] = "wrong"
+    _compare_hosts(rows)
+    compared = {row["contender"]: row["of_peer"] for row in rows if "of_peer" in row}
+    assert compared == dict.fromkeys(list(measured_by)[:-1], 1.5)
+
+
 def test_a_peer_that_leaves_out_rows_says_so(torch):
     from bench.case import Case
 

@@ -69,6 +69,15 @@ def test_the_jax_example_runs() -> None:
     assert float(names["value"]) > 0  # type: ignore[arg-type]
 
 
+def test_the_torch_example_runs() -> None:
+    torch = pytest.importorskip("torch")
+    (code,) = (block for block in PYTHON if "streamkl_cupy.torch" in block)
+    names: dict[str, object] = {name: torch.randn(2, 9, 8) for name in ("q1", "k1", "q2", "k2")}
+    exec(code, names)
+    assert names["q2"].grad.abs().max() > 0  # type: ignore[attr-defined]
+    assert names["k2"].grad is None  # type: ignore[attr-defined]
+
+
 def test_every_figure_of_the_table_comes_from_a_file_of_results() -> None:
     assert speed_problems(README, ROOT) == []
 

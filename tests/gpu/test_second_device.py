@@ -112,6 +112,23 @@ def test_a_graph_on_the_second_device(rng: np.random.Generator, torch: Any) -> N
     Expected(inputs, OPTIONS).check({name: library.get(x) for name, x in results.items()})
 
 
+def test_autograd(rng: np.random.Generator, torch: Any) -> None:
+    from streamkl_cupy.torch import attention_kl
+
+    library = Torch(torch, SECOND)
+    inputs = random_inputs(rng, **SHAPE)
+    arrays = upload_all(library, inputs)
+    leaves = [arrays[name].requires_grad_() for name in INPUTS]
+    kl = attention_kl(*leaves, **OPTIONS)
+    kl.backward(arrays["dkl"])
+    assert current_device() == 0
+    results = {"kl": kl.detach()} | {
+        "d" + n: leaf.grad for n, leaf in zip(INPUTS, leaves, strict=True)
+    }
+    assert all(x.get_device() == SECOND for x in results.values())
+    Expected(inputs, OPTIONS).check({name: library.get(x) for name, x in results.items()})
+
+
 def test_jax(rng: np.random.Generator, jax: Any) -> None:
     device = jax.devices("gpu")[SECOND]
     inputs = random_inputs(rng, **SHAPE)

@@ -1,0 +1,659 @@
+"""The functions of the package as torch has its own: differentiable, traceable, transformable.
+
+>>> import torch
+>>> from streamkl_cupy.torch import attention_kl
+>>> q, k = torch.ones(2, 8, requires_grad=True), torch.eye(3, 8)
+>>> attention_kl(q.detach(), k, q, k, reduction="mean").backward()
+>>> q.grad.abs().max().item()
+0.0
+
+Three operators stand between torch and `api`: ``streamkl_cupy::attention_kl`` (kl alone),
+``attention_kl_state`` (with what the backward needs) and ``attention_kl_backward``. Each has a
+kernel, which calls `api`, a fake kernel, which computes shapes, and a rule for vmap; the first two
+have a formula for their gradient, the third has none, so that a second derivative is an error.
+
+The operators are defined through `torch.library.Library`, of which `torch.library.custom_op` is a
+wrapper, because a call through the wrapper costs the host as much as four allocations. For the same
+reason an eager call comes to its operator below autograd, through an autograd function of its own:
+`torch.compile` sees the operators alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from streamkl_cupy import api
+from streamkl_cupy.problem import (
+    INPUTS,
+    Device,
+    Operand,
+    check_flag,
+    check_gpu,
+    check_options,
+    describe,
+    message,
+)
+from streamkl_cupy.state import KLState
+
+try:
+    import torch
+    from torch import Tensor
+except ImportError as error:
+    raise ImportError(
+        "streamkl_cupy.torch needs PyTorch 2.6 or newer, which cannot be imported; install it as "
+        "https://pytorch.org says for your CUDA, or call streamkl_cupy.attention_kl, which does "
+        "without."
+    ) from error
+
+__all__ = ["REDUCTIONS", "AttentionKLLoss", "attention_kl"]
+
+REDUCTIONS = ("none", "sum", "mean", "batchmean")
+
+# In place of an address where there is no memory: aligned, and not null.
+_NO_ADDRESS = 16
+
+
+def attention_kl(
+    q1: Tensor,
+    k1: Tensor,
+    q2: Tensor,
+    k2: Tensor,
+    *,
+    causal: bool = False,
+    scale1: float | None = None,
+    scale2: float | None = None,
+    layout: str = "bhnd",
+    reduction: str = "none",
+    row_weights: Tensor | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """KL divergence between two attention distributions, differentiable in all four inputs.
+
+    Parameters
+    ----------
+    q1, k1, q2, k2, causal, scale1, scale2, layout
+        As `streamkl_cupy.attention_kl` takes them. What does not require grad costs nothing in the
+        backward, and nothing is kept for it: detach the teacher, or run it under
+        ``torch.no_grad()``. Note that ``causal=True`` is aligned to the bottom right, unlike
+        ``scaled_dot_product_attention``, and that autocast casts nothing here: the four inputs
+        have one dtype.
+    reduction
+        ``"none"`` for one value a query row; ``"sum"`` over all of them; ``"mean"`` over the rows
+        that see a key, which is 0 where there is none; ``"batchmean"``, the sum divided by the
+        length of the first axis, at rank 2 by 1.
+    row_weights
+        Weights of the rows, of a shape that broadcasts to that of q1 without its last axis, float
+        or bool: ``(B, 1, N_Q)`` of padding, for example. Each row is multiplied by its weight, and
+        ``"mean"`` divides by the weights of the rows that see a key (by 1 if these sum to 0).
+        Differentiable too.
+    deterministic
+        Make two backward runs agree bit for bit; by default whatever
+        ``torch.use_deterministic_algorithms`` says.
+    return_lse
+        Return ``(kl, lse1, lse2)``. The log-sum-exps are not differentiable.
+
+    Returns
+    -------
+    Tensor or tuple of Tensor
+        Divergences in nats: float32 on a GPU, float64 on the CPU.
+
+    Raises
+    ------
+    TypeError, ValueError, ImportError, RuntimeError
+        As `streamkl_cupy.attention_kl`. A second derivative is a RuntimeError when it is asked for.
+
+    Examples
+    --------
+    >>> q, k1, k2 = torch.ones(1, 1), torch.zeros(2, 1), torch.tensor([[0.0], [1.0986123]])
+    >>> kl = attention_kl(q, k1, q, k2.requires_grad_(), reduction="sum")
+    >>> round(kl.item(), 6)                           # P1 = (1/2, 1/2), P2 = (1/4, 3/4)
+    0.143841
+    >>> torch.autograd.grad(kl, k2)[0].flatten()      # P2 - P1
+    tensor([-0.2500,  0.2500])
+    """
+    is_traced = torch.compiler.is_compiling()
+    if is_traced:
+        # A scale may be symbolic here; the kernel checks its value.
+        check_options(causal, None, None, layout)
+    else:
+        causal, scale1, scale2, layout = check_options(causal, scale1, scale2, layout)
+    _check_reduction(reduction)
+    check_flag("return_lse", return_lse)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    else:
+        check_flag("deterministic", deterministic)
+    inputs = (q1, k1, q2, k2)
+    for name, value in zip(INPUTS, inputs, strict=True):
+        if not isinstance(value, Tensor) or value.is_nested:
+            raise TypeError(_not_a_tensor(name, value))
+    if row_weights is not None:
+        _check_row_weights(row_weights, q1)
+
+    options = (causal, scale1, scale2, layout, deterministic)
+    is_differentiated = torch.is_grad_enabled() and (
+        q1.requires_grad or k1.requires_grad or q2.requires_grad or k2.requires_grad
+    )
+    if is_traced:
+        kl, *lse = _trace(inputs, options, is_differentiated or return_lse)
+    elif torch._C._are_functorch_transforms_active():
+        # It cannot be seen from here whether an outer transform wants a gradient.
+        kl, *lse = _Transformed.apply(*inputs, *options)
+    elif is_differentiated:
+        kl, *lse = _AttentionKL.apply(*inputs, options, return_lse)
+    else:
+        with _below_autograd():
+            if return_lse:
+                kl, *lse = _attention_kl_state(*inputs, *options)
+            else:
+                kl = _attention_kl(*inputs, *options)
+
+    if reduction != "none" or row_weights is not None:
+        num_keys = k1.shape[1 if k1.ndim == 4 and layout == "bnhd" else -2]
+        kl = _reduce(kl, num_keys, causal, layout, reduction, row_weights)
+    return (kl, *lse[:2]) if return_lse else kl
+
+
+class AttentionKLLoss(torch.nn.Module):
+    """`attention_kl` as a module.
+
+    Parameters
+    ----------
+    causal, scale1, scale2, layout, deterministic
+        As `attention_kl` takes them.
+    reduction
+        Likewise, but ``"mean"`` by default.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an option does not fit.
+
+    Examples
+    --------
+    >>> loss = AttentionKLLoss(causal=True)
+    >>> q, k = torch.ones(2, 8), torch.eye(3, 8)
+    >>> loss(q, k, q, k).item()
+    0.0
+    """
+
+    def __init__(
+        self,
+        *,
+        causal: bool = False,
+        scale1: float | None = None,
+        scale2: float | None = None,
+        layout: str = "bhnd",
+        reduction: str = "mean",
+        deterministic: bool | None = None,
+    ) -> None:
+        super().__init__()
+        self.causal, self.scale1, self.scale2, self.layout = check_options(
+            causal, scale1, scale2, layout
+        )
+        _check_reduction(reduction)
+        if deterministic is not None:
+            check_flag("deterministic", deterministic)
+        self.reduction = reduction
+        self.deterministic = deterministic
+
+    def forward(
+        self, q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, row_weights: Tensor | None = None
+    ) -> Tensor:
+        """The loss of one call; arguments as `attention_kl` takes them."""
+        return attention_kl(
+            q1,
+            k1,
+            q2,
+            k2,
+            causal=self.causal,
+            scale1=self.scale1,
+            scale2=self.scale2,
+            layout=self.layout,
+            reduction=self.reduction,
+            row_weights=row_weights,
+            deterministic=self.deterministic,
+        )
+
+    def extra_repr(self) -> str:
+        """The options, for ``repr``."""
+        names = ("causal", "scale1", "scale2", "layout", "reduction", "deterministic")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
+
+# Calls inside of it go to the kernel of an operator, past its formula.
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
+class _AttentionKL(torch.autograd.Function):
+    """The gradient outside of torch.func.
+
+    It has no ``setup_context``, for which torch would look up the signature of ``forward`` in
+    every call.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q1: Tensor,
+        k1: Tensor,
+        q2: Tensor,
+        k2: Tensor,
+        options: tuple[Any, ...],
+        return_lse: bool,
+    ) -> Any:
+        with _below_autograd():
+            state = _attention_kl_state(q1, k1, q2, k2, *options)
+        ctx.save_for_backward(q1, k1, q2, k2, *state)
+        ctx.options = options
+        if not return_lse:
+            return state[:1]
+        ctx.mark_non_differentiable(state[1], state[2])
+        ctx.set_materialize_grads(False)
+        return state[:3]
+
+    @staticmethod
+    def backward(ctx: Any, dkl: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        return (*_gradients(ctx, dkl), None, None)
+
+
+class _Transformed(torch.autograd.Function):
+    """The gradient inside of torch.func, whose transforms want ``setup_context``."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        q1: Tensor,
+        k1: Tensor,
+        q2: Tensor,
+        k2: Tensor,
+        causal: bool,
+        scale1: float | None,
+        scale2: float | None,
+        layout: str,
+        deterministic: bool,
+    ) -> Any:
+        options = (causal, scale1, scale2, layout, deterministic)
+        return _attention_kl_state(q1, k1, q2, k2, *options)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _keep_state(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, dkl: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        return _backward(ctx, dkl)
+
+
+class _Gradients(torch.autograd.Function):
+    """The gradients where autograd follows them: an error when it is to go back through them."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return tuple(_attention_kl_backward(*arguments))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            "streamkl_cupy.torch.attention_kl: expected to be differentiated once, got a second "
+            "derivative, for which there is no formula; compute it from the matrices of logits, or "
+            "detach the gradients."
+        )
+
+
+def _trace(
+    inputs: Sequence[Tensor], options: tuple[Any, ...], with_state: bool
+) -> tuple[Tensor, ...]:
+    """What `torch.compile` sees: an operator, with its formula."""
+    if torch._C._are_functorch_transforms_active():
+        # The formula would go unseen by the transform.
+        raise RuntimeError(
+            "streamkl_cupy.torch.attention_kl: expected torch.compile and torch.func apart, got a "
+            "transform inside of a compiled function; transform the compiled function, or compile "
+            "without fullgraph=True."
+        )
+    if with_state:
+        state: tuple[Tensor, ...] = _attention_kl_state(*inputs, *options)
+        return state
+    return (_attention_kl(*inputs, *options),)
+
+
+def _keep_state(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Save for the backward of ``attention_kl_state``."""
+    ctx.save_for_backward(*inputs[:4], *output)
+    ctx.options = inputs[4:]
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # nothing is to be filled with zeros for the others
+
+
+def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Save for the backward of ``attention_kl``, which is differentiated by accident only.
+
+    As when a program that was exported for evaluation is trained: the state is computed then.
+    """
+    with _below_autograd():
+        state = _attention_kl_state(*inputs)
+    ctx.save_for_backward(*inputs[:4], *state)
+    ctx.options = inputs[4:]
+
+
+def _backward(ctx: Any, dkl: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    """The formula of the gradient, as an operator has it."""
+    return _gradients(ctx, dkl) + (None,) * 5
+
+
+def _gradients(ctx: Any, dkl: Tensor) -> tuple[Tensor | None, ...]:
+    """One entry an input, None where no gradient is wanted."""
+    wanted = ctx.needs_input_grad[:4]
+    wrt = [name for name, is_wanted in zip(INPUTS, wanted, strict=True) if is_wanted]
+    arguments = (dkl, *ctx.saved_tensors, wrt, *ctx.options)
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        gradients = iter(_Gradients.apply(*arguments))
+    else:
+        gradients = iter(_attention_kl_backward(*arguments))
+    return tuple(next(gradients) if is_wanted else None for is_wanted in wanted)
+
+
+def _reduce(
+    kl: Tensor,
+    num_keys: int,
+    causal: bool,
+    layout: str,
+    reduction: str,
+    row_weights: Tensor | None,
+) -> Tensor:
+    # Which rows see a key follows from the lengths: nothing is read back from the device.
+    axis = 1 if kl.ndim == 3 and layout == "bnhd" else kl.ndim - 1
+    num_queries = kl.shape[axis]
+    num_seeing = min(num_queries, num_keys) if causal else num_queries if num_keys else 0
+    weighted = kl if row_weights is None else kl * row_weights
+    if reduction == "none":
+        return weighted
+    total = weighted.sum()
+    if reduction == "sum":
+        return total
+    if reduction == "batchmean":
+        return total / (max(kl.shape[0], 1) if kl.ndim > 1 else 1)
+    if row_weights is None:
+        num_rows = num_seeing
+        for position, length in enumerate(kl.shape):
+            num_rows *= length if position != axis else 1
+        return total / max(num_rows, 1)
+    # The rows without a key are the first.
+    seeing = row_weights.expand(kl.shape).narrow(axis, num_queries - num_seeing, num_seeing)
+    divisor = seeing.sum(dtype=kl.dtype)
+    return total / torch.where(divisor == 0, 1.0, divisor)
+
+
+def _check_reduction(reduction: Any) -> None:
+    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
+        error = ValueError if isinstance(reduction, str) else TypeError
+        expected = '"none", "sum", "mean" or "batchmean"'
+        raise error(message("reduction", expected, repr(reduction), "leave it out for the default"))
+
+
+def _check_row_weights(row_weights: Any, q1: Tensor) -> None:
+    if not isinstance(row_weights, Tensor):
+        raise TypeError(_not_a_tensor("row_weights", row_weights))
+    if row_weights.is_complex():
+        remedy = "pass its real part"
+        raise TypeError(message("row_weights", "real weights", str(row_weights.dtype), remedy))
+    if row_weights.device != q1.device:
+        expected = f"a tensor on {q1.device} like q1"
+        got = f"one on {row_weights.device}"
+        raise ValueError(message("row_weights", expected, got, f"move it to {q1.device}"))
+    shape, rows = tuple(row_weights.shape), tuple(q1.shape[:-1])
+    pairs = zip(reversed(shape), reversed(rows), strict=False)
+    if len(shape) > len(rows) or any(ours != 1 and ours != theirs for ours, theirs in pairs):
+        expected = f"a shape that broadcasts to that of q1 without its last axis, {rows}"
+        remedy = "give it axes of length 1 where all have one weight"
+        raise ValueError(message("row_weights", expected, str(shape), remedy))
+
+
+def _not_a_tensor(name: str, value: Any) -> str:
+    if isinstance(value, Tensor):
+        return message(name, "a dense torch tensor", "a nested one", "pass a dense, padded copy")
+    remedy = "call streamkl_cupy.attention_kl with arrays of other libraries"
+    return message(name, "a torch tensor", type(value).__name__, remedy)
+
+
+# The operators: kernels.
+
+
+def _run_attention_kl(q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, *options: Any) -> Tensor:
+    causal, scale1, scale2, layout, _ = options
+    kl: Tensor = api.attention_kl(
+        q1, k1, q2, k2, causal=causal, scale1=scale1, scale2=scale2, layout=layout
+    )
+    return kl
+
+
+def _run_attention_kl_state(
+    q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, *options: Any
+) -> tuple[Any, ...]:
+    causal, scale1, scale2, layout, _ = options
+    state = api.attention_kl(
+        q1,
+        k1,
+        q2,
+        k2,
+        causal=causal,
+        scale1=scale1,
+        scale2=scale2,
+        layout=layout,
+        return_state=True,
+    )
+    # In float64 nothing is missing, but an operator always returns tensors, and no two alike.
+    lows = [
+        torch.zeros_like(state.kl) if low is None else low
+        for low in (state.lse1_low, state.lse2_low)
+    ]
+    return (state.kl, state.lse1, state.lse2, *lows)
+
+
+def _run_attention_kl_backward(dkl: Tensor, *arguments: Any) -> list[Tensor]:
+    q1, k1, q2, k2, *state = arguments[:9]
+    wrt, causal, scale1, scale2, layout, deterministic = arguments[9:]
+    gradients = api.attention_kl_backward(
+        dkl,
+        q1,
+        k1,
+        q2,
+        k2,
+        KLState(*state),
+        wrt=wrt,
+        causal=causal,
+        scale1=scale1,
+        scale2=scale2,
+        layout=layout,
+        deterministic=deterministic,
+    )
+    return list(gradients)
+
+
+# The operators: fake kernels.
+
+
+def _fake_attention_kl(q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, *options: Any) -> Tensor:
+    _check_fake((q1, k1, q2, k2), options)
+    return _fake_rows(q1)
+
+
+def _fake_attention_kl_state(
+    q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, *options: Any
+) -> tuple[Tensor, ...]:
+    _check_fake((q1, k1, q2, k2), options)
+    return tuple(_fake_rows(q1) for _ in range(5))
+
+
+def _fake_attention_kl_backward(dkl: Tensor, *arguments: Any) -> list[Tensor]:
+    inputs = dict(zip(INPUTS, arguments[:4], strict=True))
+    return [inputs[name].new_empty(inputs[name].shape) for name in arguments[9]]
+
+
+def _fake_rows(q1: Tensor) -> Tensor:
+    dtype = torch.float64 if q1.device.type == "cpu" else torch.float32
+    return q1.new_empty(q1.shape[:-1], dtype=dtype)
+
+
+def _check_fake(inputs: Sequence[Tensor], options: tuple[Any, ...]) -> None:
+    """Raise what the kernel would raise of lengths that are known."""
+    device = inputs[0].device
+    for name, value in zip(INPUTS, inputs, strict=True):
+        # One tensor without memory makes the call a fake one, whatever the others are.
+        if value.device != device:
+            expected, got = f"a tensor on {device} like q1", f"one on {value.device}"
+            raise ValueError(message(name, expected, got, f"move it to {device}"))
+    if not all(type(length) is int for x in inputs for length in (*x.shape, *x.stride())):
+        return
+    # A device without memory computes nothing, so it takes what any device takes.
+    place = Device("cuda", inputs[0].get_device()) if device.type == "cuda" else Device("cpu")
+    operands = (
+        Operand(
+            name,
+            tuple(value.shape),
+            tuple(value.stride()),
+            str(value.dtype).removeprefix("torch."),
+            place,
+            _NO_ADDRESS,
+        )
+        for name, value in zip(INPUTS, inputs, strict=True)
+    )
+    causal, *scales, layout, _ = options
+    scale1, scale2 = (scale if isinstance(scale, float) else None for scale in scales)
+    problem = describe(*operands, causal=causal, scale1=scale1, scale2=scale2, layout=layout)
+    if device.type == "cuda":
+        check_gpu(problem)
+
+
+# The operators: rules for vmap. The new axis becomes the batch, or is folded into it.
+
+
+def _vmap_attention_kl(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
+    *inputs, causal, scale1, scale2, layout, deterministic = arguments
+    rank = _logical_rank(inputs[0], in_dims[0])
+    folded = _fold_inputs(inputs, in_dims, info.batch_size)
+    layout = _folded_layout(layout, rank)
+    kl = _attention_kl(*folded, causal, scale1, scale2, layout, deterministic)
+    return _unfold(kl, rank, info.batch_size), 0
+
+
+def _vmap_attention_kl_state(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
+    *inputs, causal, scale1, scale2, layout, deterministic = arguments
+    rank = _logical_rank(inputs[0], in_dims[0])
+    folded = _fold_inputs(inputs, in_dims, info.batch_size)
+    layout = _folded_layout(layout, rank)
+    state = _attention_kl_state(*folded, causal, scale1, scale2, layout, deterministic)
+    return tuple(_unfold(part, rank, info.batch_size) for part in state), (0,) * len(state)
+
+
+def _vmap_attention_kl_backward(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
+    (dkl, *inputs), (*state, wrt, causal, scale1, scale2, layout, deterministic) = (
+        arguments[:5],
+        arguments[5:],
+    )
+    rank = _logical_rank(inputs[0], in_dims[1])
+    rows = [
+        _fold(value, in_dim, info.batch_size, rank)
+        for value, in_dim in zip((dkl, *state), (in_dims[0], *in_dims[5:10]), strict=True)
+    ]
+    gradients = _attention_kl_backward(
+        rows[0],
+        *_fold_inputs(inputs, in_dims[1:5], info.batch_size),
+        *(part.contiguous() for part in rows[1:]),
+        wrt,
+        causal,
+        scale1,
+        scale2,
+        _folded_layout(layout, rank),
+        deterministic,
+    )
+    return [_unfold(part, rank, info.batch_size) for part in gradients], [0] * len(gradients)
+
+
+def _fold_inputs(inputs: Sequence[Tensor], in_dims: Any, size: int) -> list[Tensor]:
+    folded = []
+    for value, in_dim in zip(inputs, in_dims, strict=False):
+        value = _fold(value, in_dim, size, _logical_rank(value, in_dim))
+        folded.append(value if value.stride(-1) == 1 else value.contiguous())
+    return folded
+
+
+def _fold(value: Tensor, in_dim: int | None, size: int, rank: int) -> Tensor:
+    """Bring the new axis to the front; at rank 4 it is folded into the batch behind it."""
+    if in_dim is None:
+        value = value.unsqueeze(0).expand(size, *value.shape)
+    else:
+        value = value.movedim(in_dim, 0)
+    return value.flatten(0, 1) if rank == 4 else value
+
+
+def _unfold(value: Tensor, rank: int, size: int) -> Tensor:
+    return value.unflatten(0, (size, value.shape[0] // size)) if rank == 4 else value
+
+
+def _folded_layout(layout: str, rank: int) -> str:
+    # Rank 3 has become rank 4: heads before length, whatever the layout.
+    return layout if rank == 4 else "bhnd"
+
+
+def _logical_rank(value: Tensor, in_dim: int | None) -> int:
+    rank: int = value.ndim - (in_dim is not None)
+    return rank
+
+
+# The operators: definitions.
+
+_INPUTS = "Tensor q1, Tensor k1, Tensor q2, Tensor k2"
+_STATE = "Tensor kl, Tensor lse1, Tensor lse2, Tensor lse1_low, Tensor lse2_low"
+_OPTIONS = "bool causal, float? scale1, float? scale2, str layout, bool deterministic"
+
+# Kept alive: with it the operators would go.
+_library = torch.library.Library("streamkl_cupy", "DEF")
+
+
+def _define(name: str, schema: str, kernel: Any, fake: Any, vmap: Any, keep: Any = None) -> Any:
+    """Define an operator; return its only overload, which is what can be called fastest."""
+    _library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    # Whatever the device is: `api` knows the devices, and words the errors about others.
+    _library.impl(name, kernel, "CompositeExplicitAutograd")
+    qualified = f"streamkl_cupy::{name}"
+    torch.library.register_fake(qualified, fake, lib=_library)
+    torch.library.register_vmap(qualified, vmap, lib=_library)
+    if keep is not None:
+        torch.library.register_autograd(qualified, _backward, setup_context=keep, lib=_library)
+    return getattr(torch.ops.streamkl_cupy, name).default
+
+
+_attention_kl = _define(
+    "attention_kl",
+    f"({_INPUTS}, {_OPTIONS}) -> Tensor",
+    _run_attention_kl,
+    _fake_attention_kl,
+    _vmap_attention_kl,
+    _keep_inputs,
+)
+_attention_kl_state = _define(
+    "attention_kl_state",
+    f"({_INPUTS}, {_OPTIONS}) -> ({_STATE})",
+    _run_attention_kl_state,
+    _fake_attention_kl_state,
+    _vmap_attention_kl_state,
+    _keep_state,
+)
+_attention_kl_backward = _define(
+    "attention_kl_backward",
+    f"(Tensor dkl, {_INPUTS}, {_STATE}, str[] wrt, {_OPTIONS}) -> Tensor[]",
+    _run_attention_kl_backward,
+    _fake_attention_kl_backward,
+    _vmap_attention_kl_backward,
+)

@@ -1,0 +1,706 @@
+"""streamkl_cupy.torch on the CPU, where the float64 reference computes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import doctest
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streamkl_cupy import reference
+from streamkl_cupy.problem import INPUTS
+
+torch = pytest.importorskip("torch")
+functional = pytest.importorskip("streamkl_cupy.torch")
+attention_kl = functional.attention_kl
+
+from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+OPERATORS = torch.ops.streamkl_cupy
+SUBSETS = [names for count in range(1, 5) for names in itertools.combinations(INPUTS, count)]
+# N_Q > N_K: with a causal mask the first rows see no key.
+LENGTHS = {"num_queries": 5, "num_keys": 3}
+
+
+@pytest.fixture
+def generator(request: pytest.FixtureRequest) -> Any:
+    seed = request.config.getoption("--seed")
+    return torch.Generator().manual_seed(seed)
+
+
+def draw(
+    generator: Any,
+    rank: int = 4,
+    layout: str = "bhnd",
+    *,
+    dtype: Any = torch.float64,
+    extra: tuple[int, ...] = (),
+    num_queries: int = 5,
+    num_keys: int = 7,
+) -> list[Any]:
+    """q1, k1, q2, k2 of different head dims and different numbers of key heads."""
+    found = []
+    for heads, length, head_dim in (
+        (4, num_queries, 3),
+        (2, num_keys, 3),
+        (4, num_queries, 2),
+        (1, num_keys, 2),
+    ):
+        shape = {2: (length,), 3: (heads, length), 4: (2, heads, length)}[rank]
+        if rank == 4 and layout == "bnhd":
+            shape = (2, length, heads)
+        values = torch.randn(*extra, *shape, head_dim, generator=generator, dtype=torch.float64)
+        found.append(values.to(dtype))
+    return found
+
+
+def differentiable(inputs: list[Any], names: tuple[str, ...] = INPUTS) -> list[Any]:
+    """Leaves of the same values, those in `names` requiring grad."""
+    pairs = zip(INPUTS, inputs, strict=True)
+    return [value.detach().clone().requires_grad_(name in names) for name, value in pairs]
+
+
+class Record(TorchDispatchMode):
+    """The operators of the package that run, each with its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if operator.namespace == "streamkl_cupy":
+            self.calls.append((operator._schema.name.partition("::")[2], args))
+        return operator(*args, **(kwargs or {}))
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.calls]
+
+
+# Values and gradients.
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("rank", "layout"), [(2, "bhnd"), (3, "bhnd"), (4, "bhnd"), (4, "bnhd")])
+def test_values_and_gradients(rank: int, layout: str, causal: bool, generator: Any) -> None:
+    inputs = draw(generator, rank, layout, **LENGTHS)
+    options = {"causal": causal, "scale2": -0.7, "layout": layout}
+    kl, lse1, lse2 = attention_kl(*inputs, **options, return_lse=True)
+    exact = reference.attention_kl(*(x.numpy() for x in inputs), **options, return_state=True)
+    for ours, expected in zip((kl, lse1, lse2), exact, strict=True):
+        assert ours.dtype == torch.float64
+        assert np.array_equal(ours.numpy(), expected)
+    for reduction in functional.REDUCTIONS:
+        assert torch.autograd.gradcheck(
+            lambda *x, to=reduction: attention_kl(*x, **options, reduction=to),
+            differentiable(inputs),
+        )
+
+
+@pytest.mark.parametrize("wanted", SUBSETS, ids="-".join)
+def test_only_what_requires_grad_is_computed(wanted: tuple[str, ...], generator: Any) -> None:
+    inputs = draw(generator)
+    leaves = differentiable(inputs, wanted)
+    with Record() as record:
+        attention_kl(*leaves, causal=True).sum().backward()
+    assert record.names == ["attention_kl_state", "attention_kl_backward"]
+    assert record.calls[1][1][10] == list(wanted)
+    everything = differentiable(inputs)
+    attention_kl(*everything, causal=True).sum().backward()
+    for name, leaf, full in zip(INPUTS, leaves, everything, strict=True):
+        if name in wanted:
+            assert torch.equal(leaf.grad, full.grad)
+        else:
+            assert leaf.grad is None
+
+
+def test_without_gradients_only_kl_is_computed(generator: Any) -> None:
+    leaves = differentiable(draw(generator))
+    with Record() as record:
+        with torch.no_grad():
+            assert not attention_kl(*leaves).requires_grad
+        attention_kl(*(leaf.detach() for leaf in leaves))
+        with torch.inference_mode():
+            attention_kl(*leaves, reduction="mean")
+    assert record.names == ["attention_kl"] * 3
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+def test_gradients_have_the_dtype_of_their_inputs(dtype: str, generator: Any) -> None:
+    leaves = differentiable(draw(generator, dtype=getattr(torch, dtype)))
+    attention_kl(*leaves, reduction="mean").backward()
+    for leaf in leaves:
+        assert leaf.grad.dtype == leaf.dtype
+        assert leaf.grad.shape == leaf.shape
+        assert leaf.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+@pytest.mark.parametrize("num_keys", [0, 3, 7])
+@pytest.mark.parametrize("causal", [False, True])
+def test_mean_is_over_the_rows_that_see_a_key(
+    causal: bool, num_keys: int, layout: str, generator: Any
+) -> None:
+    inputs = draw(generator, layout=layout, num_keys=num_keys)
+    options = {"causal": causal, "layout": layout}
+    kl, lse, _ = attention_kl(*inputs, **options, return_lse=True)
+    seeing = lse > -torch.inf
+    mean = attention_kl(*inputs, **options, reduction="mean")
+    expected = kl[seeing].mean() if seeing.any() else torch.zeros((), dtype=kl.dtype)
+    torch.testing.assert_close(mean, expected)
+    weights = torch.rand(kl.shape, generator=generator)
+    mean = attention_kl(*inputs, **options, reduction="mean", row_weights=weights)
+    if seeing.any():
+        expected = (kl * weights)[seeing].sum() / weights.double()[seeing].sum()
+    torch.testing.assert_close(mean, expected)
+
+
+@pytest.mark.parametrize(("rank", "batch"), [(2, 1), (3, 4), (4, 2)])
+def test_sum_and_batchmean(rank: int, batch: int, generator: Any) -> None:
+    inputs = draw(generator, rank)
+    total = attention_kl(*inputs).sum()
+    torch.testing.assert_close(attention_kl(*inputs, reduction="sum"), total)
+    torch.testing.assert_close(attention_kl(*inputs, reduction="batchmean"), total / batch)
+
+
+def test_reductions_of_nothing(generator: Any) -> None:
+    for shape in ((0, 4, 5, 3), (2, 0, 5, 3), (2, 4, 0, 3)):
+        leaves = differentiable([torch.zeros(shape, dtype=torch.float64)] * 4)
+        for reduction in ("sum", "mean", "batchmean"):
+            loss = attention_kl(*leaves, reduction=reduction, causal=True)
+            assert loss.item() == 0
+            loss.backward()
+            assert all(leaf.grad.shape == shape for leaf in leaves)
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (4, 1), (2, 1, 5), (2, 4, 5)])
+@pytest.mark.parametrize("reduction", functional.REDUCTIONS)
+def test_row_weights(reduction: str, shape: tuple[int, ...], generator: Any) -> None:
+    leaves = differentiable(draw(generator))
+    weights = torch.rand(shape, generator=generator, dtype=torch.float64).requires_grad_()
+    weighted = attention_kl(*leaves) * weights
+    expected = {
+        "none": weighted,
+        "sum": weighted.sum(),
+        "mean": weighted.sum() / weights.expand(weighted.shape).sum(),
+        "batchmean": weighted.sum() / 2,
+    }[reduction]
+    ours = attention_kl(*leaves, reduction=reduction, row_weights=weights)
+    torch.testing.assert_close(ours, expected)
+    upstream = torch.randn(ours.shape, generator=generator, dtype=torch.float64)
+    variables = [*leaves, weights]
+    for ours_of, expected_of in zip(
+        torch.autograd.grad(ours, variables, upstream),
+        torch.autograd.grad(expected, variables, upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours_of, expected_of)
+
+
+def test_a_padding_mask_as_row_weights(generator: Any) -> None:
+    leaves = differentiable(draw(generator))
+    mask = torch.tensor([[True] * 5, [True] * 2 + [False] * 3])[:, None]
+    loss = attention_kl(*leaves, reduction="mean", row_weights=mask)
+    kept = attention_kl(*leaves).masked_select(mask.expand(2, 4, 5))
+    torch.testing.assert_close(loss, kept.mean())
+    loss.backward()
+    assert (leaves[0].grad[1, :, 2:] == 0).all()
+    assert (leaves[0].grad[1, :, :2] != 0).any()
+
+
+def test_a_coefficient_of_zero_gives_exact_zeros_and_never_none(generator: Any) -> None:
+    for weights in (None, torch.zeros(2, 4, 5)):
+        leaves = differentiable(draw(generator))
+        loss = attention_kl(*leaves, reduction="mean", row_weights=weights)
+        (0.0 * loss).backward()
+        for leaf in leaves:
+            assert leaf.grad is not None
+            assert (leaf.grad == 0).all()
+
+
+def test_ddp_with_a_coefficient_of_zero(tmp_path: Path, generator: Any) -> None:
+    inputs = draw(generator, dtype=torch.float32)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1
+    )
+    try:
+        student = torch.nn.Linear(2, 2)
+        replica = torch.nn.parallel.DistributedDataParallel(student)
+        for coefficient in (0.0, 1.0):
+            student.zero_grad()
+            loss = attention_kl(*inputs[:2], replica(inputs[2]), inputs[3], reduction="mean")
+            (coefficient * loss).backward()
+            assert bool((student.weight.grad == 0).all()) == (coefficient == 0)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_log_sum_exps_have_no_gradient(generator: Any) -> None:
+    leaves = differentiable(draw(generator))
+    kl, lse1, lse2 = attention_kl(*leaves, reduction="sum", return_lse=True)
+    assert kl.requires_grad
+    assert not lse1.requires_grad
+    assert not lse2.requires_grad
+    # A loss that mixes them in still gets the gradient of kl.
+    (kl + lse1.sum()).backward()
+    expected = differentiable(leaves)
+    attention_kl(*expected, reduction="sum").backward()
+    for ours, theirs in zip(leaves, expected, strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_upstream_gradients_of_any_strides(generator: Any) -> None:
+    leaves = differentiable(draw(generator))
+    kl = attention_kl(*leaves)
+    upstream = torch.randn(5, 4, 2, dtype=torch.float64, generator=generator).permute(2, 1, 0)
+    for gradient in (upstream, torch.ones(1, dtype=torch.float64).expand(2, 4, 5)):
+        ours = torch.autograd.grad(kl, leaves, gradient, retain_graph=True)
+        expected = torch.autograd.grad(kl, leaves, gradient.contiguous(), retain_graph=True)
+        for one, other in zip(ours, expected, strict=True):
+            assert torch.equal(one, other)
+
+
+def test_deterministic_is_torchs_own_switch(generator: Any) -> None:
+    leaves = differentiable(draw(generator))
+
+    def asked(**options: Any) -> bool:
+        with Record() as record:
+            attention_kl(*leaves, **options).sum().backward()
+        return record.calls[1][1][-1]
+
+    assert [asked(), asked(deterministic=True)] == [False, True]
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert [asked(), asked(deterministic=False)] == [True, False]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_under_checkpoint(generator: Any) -> None:
+    inputs = draw(generator)
+    leaves, expected = differentiable(inputs), differentiable(inputs)
+    checkpoint(lambda *x: attention_kl(*x).sum(), *leaves, use_reentrant=False).backward()
+    attention_kl(*expected).sum().backward()
+    for ours, theirs in zip(leaves, expected, strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_autocast_casts_nothing(generator: Any) -> None:
+    q1, k1, q2, k2 = draw(generator, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert attention_kl(q1, k1, q2, k2, reduction="mean").dtype == torch.float64
+        projected = torch.nn.functional.linear(q2, torch.eye(2))
+        assert projected.dtype == torch.bfloat16
+        with pytest.raises(TypeError, match="q2: expected the dtype of q1, float32"):
+            attention_kl(q1, k1, projected, k2)
+
+
+def test_the_module(generator: Any) -> None:
+    leaves = differentiable(draw(generator, layout="bnhd"))
+    options = {"causal": True, "scale1": 0.5, "layout": "bnhd"}
+    loss = functional.AttentionKLLoss(**options)
+    weights = torch.rand(2, 5, 1, generator=generator)
+    assert torch.equal(loss(*leaves), attention_kl(*leaves, **options, reduction="mean"))
+    assert torch.equal(
+        copy.deepcopy(loss)(*leaves, row_weights=weights),
+        attention_kl(*leaves, **options, reduction="mean", row_weights=weights),
+    )
+    assert repr(loss) == (
+        "AttentionKLLoss(causal=True, scale1=0.5, scale2=None, layout='bnhd', reduction='mean', "
+        "deterministic=None)"
+    )
+    with pytest.raises(ValueError, match="reduction: expected"):
+        functional.AttentionKLLoss(reduction="average")
+    with pytest.raises(TypeError, match="causal: expected True or False"):
+        functional.AttentionKLLoss(causal=1)
+    with pytest.raises(TypeError, match="deterministic: expected True or False"):
+        functional.AttentionKLLoss(deterministic=0)
+
+
+# Second derivatives and forward mode.
+
+
+def test_a_second_derivative_is_an_error_when_it_is_asked_for(generator: Any) -> None:
+    leaves = differentiable(draw(generator))
+    # Another part of the loss may need it; ours alone must not vanish in silence.
+    gradients = torch.autograd.grad(attention_kl(*leaves).sum(), leaves, create_graph=True)
+    assert all(gradient.requires_grad for gradient in gradients)
+    with pytest.raises(RuntimeError, match="got a second derivative"):
+        gradients[3].sum().backward()
+
+
+def test_second_derivatives_and_forward_mode_of_torch_func(generator: Any) -> None:
+    q1, k1, q2, k2 = draw(generator)
+
+    def loss(keys: Any) -> Any:
+        return attention_kl(q1, k1, q2, keys).sum()
+
+    with pytest.raises(RuntimeError, match="got a second derivative"):
+        torch.func.grad(lambda keys: torch.func.grad(loss)(keys).sum())(k2)
+    with pytest.raises(NotImplementedError, match="forward mode AD"):
+        torch.func.jvp(loss, (k2,), (k2,))
+
+
+def test_forward_mode_is_refused(generator: Any) -> None:
+    q1, k1, q2, k2 = draw(generator)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(k2, torch.ones_like(k2))
+        with pytest.raises(TypeError, match=r"k2: .* got one with a forward-mode tangent"):
+            attention_kl(q1, k1, q2, dual)
+        with pytest.raises(NotImplementedError, match="forward mode AD"):
+            attention_kl(q1.requires_grad_(), k1, q2, dual)
+
+
+# torch.func.
+
+
+@pytest.mark.parametrize(("rank", "layout"), [(2, "bhnd"), (3, "bnhd"), (4, "bhnd"), (4, "bnhd")])
+def test_func_grad_and_vmap(rank: int, layout: str, generator: Any) -> None:
+    count = 3
+    inputs = draw(generator, rank, layout, extra=(count,))
+
+    def function(*x: Any) -> Any:
+        return attention_kl(*x, causal=True, scale2=0.3, layout=layout)
+
+    def gradient(*x: Any) -> Any:
+        leaves = differentiable(list(x))
+        return torch.autograd.grad(function(*leaves).sum(), leaves)
+
+    functional_gradient = torch.func.grad(lambda *x: function(*x).sum(), argnums=(0, 1, 2, 3))
+    # Batched all, or some of them, or along another axis.
+    for in_dims in ((0, 0, 0, 0), (None, 0, None, 0), (0, None, None, None), (1, -1, 0, None)):
+        batched = [
+            x[0] if dim is None else x.movedim(0, dim)
+            for x, dim in zip(inputs, in_dims, strict=True)
+        ]
+        each = [
+            [x[0] if dim is None else x[i] for x, dim in zip(inputs, in_dims, strict=True)]
+            for i in range(count)
+        ]
+        ours = torch.vmap(function, in_dims)(*batched)
+        torch.testing.assert_close(ours, torch.stack([function(*x) for x in each]))
+        gradients = torch.vmap(functional_gradient, in_dims)(*batched)
+        expected = [torch.stack(parts) for parts in zip(*(gradient(*x) for x in each), strict=True)]
+        for one, other in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_vmap_in_vmap_and_per_sample_weights(generator: Any) -> None:
+    inputs = draw(generator, rank=3, extra=(2, 3))
+    weights = torch.rand(2, 3, 4, 5, generator=generator, dtype=torch.float64)
+
+    def function(*x: Any) -> Any:
+        return attention_kl(*x[:4], reduction="mean", row_weights=x[4])
+
+    ours = torch.vmap(torch.vmap(function))(*inputs, weights)
+    for i, j in itertools.product(range(2), range(3)):
+        expected = function(*(x[i, j] for x in (*inputs, weights)))
+        torch.testing.assert_close(ours[i, j], expected)
+
+
+def test_a_jacobian(generator: Any) -> None:
+    inputs = draw(generator, rank=2)
+    jacobian = torch.func.jacrev(attention_kl, argnums=3)(*inputs)
+    expected = torch.autograd.functional.jacobian(
+        lambda k2: attention_kl(*inputs[:3], k2), inputs[3]
+    )
+    torch.testing.assert_close(jacobian, expected)
+
+
+# Operators, fake tensors and compilation.
+
+
+@pytest.mark.parametrize(("rank", "layout"), [(2, "bhnd"), (3, "bhnd"), (4, "bnhd")])
+def test_opcheck(rank: int, layout: str, generator: Any) -> None:
+    inputs = draw(generator, rank, layout)
+    options = (True, None, 0.3, layout, False)
+    state = OPERATORS.attention_kl_state(*inputs, *options)
+    upstream = torch.randn(state[0].shape, generator=generator, dtype=torch.float64)
+    for operator, arguments in (
+        (OPERATORS.attention_kl, (*inputs, *options)),
+        (OPERATORS.attention_kl_state, (*inputs, *options)),
+        (
+            OPERATORS.attention_kl_backward,
+            (upstream, *inputs, *state, ["k2", "q1"], *options),
+        ),
+    ):
+        outcome = torch.library.opcheck(operator.default, arguments)
+        assert set(outcome.values()) == {"SUCCESS"}, outcome
+
+
+def test_an_operator_alone_is_differentiable(generator: Any) -> None:
+    inputs = draw(generator)
+    expected = differentiable(inputs)
+    attention_kl(*expected).sum().backward()
+    options = (False, None, None, "bhnd", False)
+    for operator in (OPERATORS.attention_kl, OPERATORS.attention_kl_state):
+        leaves = differentiable(inputs)
+        result = operator(*leaves, *options)
+        (result if operator is OPERATORS.attention_kl else result[0]).sum().backward()
+        for ours, theirs in zip(leaves, expected, strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+        outcome = torch.library.opcheck(operator.default, (*leaves, *options))
+        assert set(outcome.values()) == {"SUCCESS"}, outcome
+
+
+def test_meta_tensors() -> None:
+    leaves = [
+        torch.empty(2, 4, n, 16, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        for n in (5, 7, 5, 7)
+    ]
+    kl, lse1, lse2 = attention_kl(*leaves, return_lse=True)
+    for rows in (kl, lse1, lse2):
+        assert (rows.device.type, rows.dtype, rows.shape) == ("meta", torch.float32, (2, 4, 5))
+    loss = attention_kl(*leaves, reduction="mean", row_weights=torch.empty(5, device="meta"))
+    loss.backward()
+    for leaf in leaves:
+        assert (leaf.grad.device.type, leaf.grad.dtype) == ("meta", torch.bfloat16)
+        assert leaf.grad.shape == leaf.shape
+
+
+def test_fake_tensors_of_a_card_and_what_it_refuses() -> None:
+    with FakeTensorMode():
+
+        def fake(head_dim: int = 16, dtype: Any = torch.bfloat16) -> Any:
+            return torch.empty(2, 4, 5, head_dim, device="cuda", dtype=dtype)
+
+        kl = attention_kl(fake(), fake(), fake(), fake())
+        assert (kl.device.type, kl.dtype, kl.shape) == ("cuda", torch.float32, (2, 4, 5))
+        arguments = [fake() for _ in range(4)]
+        state = OPERATORS.attention_kl_state(*arguments, False, None, None, "bhnd", False)
+        gradients = OPERATORS.attention_kl_backward(
+            kl, *arguments, *state, ["k2"], False, None, None, "bhnd", False
+        )
+        assert [gradient.dtype for gradient in gradients] == [torch.bfloat16]
+        with pytest.raises(TypeError, match="q1: expected bfloat16 or float16 on a GPU"):
+            attention_kl(*(fake(dtype=torch.float32) for _ in range(4)))
+        with pytest.raises(ValueError, match="q1 and k1: expected a head dimension"):
+            attention_kl(*(fake(12) for _ in range(4)))
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize(
+    ("reduction", "backend", "dynamic"),
+    [
+        ("none", "eager", False),
+        ("mean", "eager", True),
+        ("none", "aot_eager", True),
+        ("mean", "aot_eager", False),
+        ("batchmean", "aot_eager", True),
+    ],
+)
+def test_compiled_whole(reduction: str, backend: str, dynamic: bool, generator: Any) -> None:
+    inputs = draw(generator)
+    weights = torch.rand(2, 1, 5, generator=generator)
+
+    def function(*x: Any) -> Any:
+        return attention_kl(
+            *x, causal=True, scale2=0.3, reduction=reduction, row_weights=weights, return_lse=True
+        )
+
+    compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
+    for wanted in (INPUTS, ("k2",), ()):
+        results = []
+        for call in (compiled, function):
+            leaves = differentiable(inputs, wanted)
+            kl, lse1, lse2 = call(*leaves)
+            assert not lse1.requires_grad
+            if wanted:
+                kl.sum().backward()
+            results.append([kl, lse1, lse2, *(leaf.grad for leaf in leaves)])
+        for name, ours, expected in zip(("", "", "", *INPUTS), *results, strict=True):
+            if name in ("", *wanted):
+                assert torch.equal(ours, expected)
+            else:
+                assert ours is None
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_for_lengths_that_change(generator: Any) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attention_kl, backend=counter, fullgraph=True)
+    for length in (5, 6, 8, 9, 11):
+        inputs = draw(generator, num_queries=length, num_keys=length + 2)
+        options = {"causal": True, "scale1": 0.2, "reduction": "mean"}
+        assert torch.equal(compiled(*inputs, **options), attention_kl(*inputs, **options))
+    assert counter.frame_count == 2
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_module_and_transforms(generator: Any) -> None:
+    inputs = draw(generator)
+    loss = functional.AttentionKLLoss(causal=True)
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(*inputs), loss(*inputs))
+    # A transform around a compiled function, and in a function compiled in parts.
+    transformed = torch.func.grad(loss, argnums=3)
+    for call in (
+        torch.func.grad(torch.compile(loss, backend="aot_eager"), argnums=3),
+        torch.compile(transformed, backend="aot_eager"),
+    ):
+        torch.testing.assert_close(call(*inputs), transformed(*inputs))
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=r"expected torch.compile and torch.func apart"):
+        torch.compile(transformed, backend="aot_eager", fullgraph=True)(*inputs)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_errors_of_a_compiled_call_name_the_argument(generator: Any) -> None:
+    q1, k1, q2, k2 = draw(generator)
+    compiled = torch.compile(attention_kl, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="k2: expected the batch size of q1, 2, got 1"):
+        compiled(q1, k1, q2, k2[:1])
+
+
+def test_exported(generator: Any) -> None:
+    inputs = draw(generator)
+    loss = functional.AttentionKLLoss(causal=True)
+    program = torch.export.export(loss, tuple(inputs)).module()
+    assert torch.equal(program(*inputs), loss(*inputs))
+    # It may be trained all the same.
+    leaves, expected = differentiable(inputs), differentiable(inputs)
+    program(*leaves).backward()
+    loss(*expected).backward()
+    for ours, theirs in zip(leaves, expected, strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+# What is not a plain dense tensor.
+
+
+def test_lazy_negation_is_resolved(generator: Any) -> None:
+    inputs = draw(generator)
+    lazy = torch.complex(inputs[0], inputs[0] + 1).conj().imag.movedim(0, 0)
+    plain = lazy.resolve_neg()
+    assert lazy.is_neg()
+    # Its last stride is 2; the copy that resolves it has 1.
+    assert torch.equal(attention_kl(lazy, *inputs[1:]), attention_kl(plain, *inputs[1:]))
+    leaves = differentiable([plain, *inputs[1:]])
+    attention_kl(*leaves).sum().backward()
+    lazy_leaves = [lazy.requires_grad_(), *differentiable(inputs)[1:]]
+    attention_kl(*lazy_leaves).sum().backward()
+    assert torch.equal(lazy_leaves[0].grad, leaves[0].grad)
+
+
+def not_dense(values: Any) -> dict[str, Any]:
+    matrix = values[0, 0]
+    with contextlib.suppress(UserWarning):
+        return {
+            "sparse": values.to_sparse(),
+            "csr": matrix.to_sparse_csr(),
+            "nested": torch.nested.nested_tensor([matrix, matrix], layout=torch.jagged),
+            "complex": torch.complex(values, values).conj(),
+            "integer": values.to(torch.int32),
+            "quantised": torch.quantize_per_tensor(values.float(), 0.1, 0, torch.qint8),
+        }
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    "kind", ["sparse", "csr", "nested", "complex", "integer", "quantised", "array", "none"]
+)
+def test_what_is_no_dense_float_tensor_is_refused(kind: str, generator: Any) -> None:
+    inputs = draw(generator)
+    others = {"array": inputs[0].numpy(), "none": None}
+    value = others[kind] if kind in others else not_dense(inputs[0])[kind]
+    with pytest.raises(TypeError, match="q1: expected"):
+        attention_kl(value, *inputs[1:])
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"causal": 1}, TypeError, "causal: expected True or False"),
+        ({"scale1": "large"}, TypeError, "scale1: expected a real number"),
+        ({"scale2": float("nan")}, ValueError, "scale2: expected a finite number"),
+        ({"scale1": torch.tensor(0.5)}, TypeError, "scale1: expected a real number"),
+        ({"layout": "bdhn"}, ValueError, "layout: expected"),
+        ({"reduction": "average"}, ValueError, 'reduction: expected "none", "sum", "mean" or'),
+        ({"reduction": None}, TypeError, 'reduction: expected "none", "sum", "mean" or'),
+        ({"deterministic": 1}, TypeError, "deterministic: expected True or False"),
+        ({"return_lse": 1}, TypeError, "return_lse: expected True or False"),
+        ({"row_weights": [1.0]}, TypeError, "row_weights: expected a torch tensor, got list"),
+        ({"row_weights": torch.ones(3)}, ValueError, "row_weights: expected a shape that"),
+        ({"row_weights": torch.ones(1, 2, 4, 5)}, ValueError, "row_weights: expected a shape that"),
+        ({"row_weights": torch.ones(5) * 1j}, TypeError, "row_weights: expected real weights"),
+        ({"row_weights": torch.ones(5, device="meta")}, ValueError, "row_weights: expected a ten"),
+    ],
+)
+def test_options_are_checked_before_anything_runs(
+    options: dict[str, Any], error: type[Exception], text: str, generator: Any
+) -> None:
+    leaves = differentiable(draw(generator))
+    with Record() as record, pytest.raises(error, match=text):
+        attention_kl(*leaves, **options)
+    assert record.names == []
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_inputs_that_do_not_fit(needs_grad: bool, generator: Any) -> None:
+    q1, k1, q2, k2 = (x.requires_grad_(needs_grad) for x in draw(generator))
+    with pytest.raises(TypeError, match="k1: expected the dtype of q1, float64, got float32"):
+        attention_kl(q1, k1.float(), q2, k2)
+    with pytest.raises(ValueError, match="k2: expected the batch size of q1, 2, got 1"):
+        attention_kl(q1, k1, q2, k2[:1])
+    with pytest.raises(ValueError, match="q2: expected a last stride of 1"):
+        attention_kl(q1, k1, q2.mT.contiguous().mT, k2)
+    with pytest.raises(ValueError, match="k1: expected a tensor on cpu like q1, got one on meta"):
+        attention_kl(q1, k1.to("meta"), q2, k2)
+
+
+# The import, and what the docstrings show.
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    root = Path(__file__).resolve().parents[2]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
+    )
+
+
+def test_without_torch_the_import_says_what_to_install() -> None:
+    done = python(
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "import streamkl_cupy\n"
+        "try:\n"
+        "    import streamkl_cupy.torch\n"
+        "except ImportError as error:\n"
+        "    print(error)\n"
+    )
+    assert "streamkl_cupy.torch needs PyTorch 2.6 or newer" in done.stdout, done.stderr
+
+
+def test_the_import_needs_no_cupy() -> None:
+    done = python("import sys, streamkl_cupy.torch; print('cupy' in sys.modules)")
+    assert done.stdout == "False\n", done.stderr
+
+
+def test_the_examples_in_the_docstrings() -> None:
+    assert doctest.testmod(functional).failed == 0
