@@ -150,16 +150,14 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     }
 
     take_registers<Traits::kConsumerRegisters>();
-    const int lane = lane_id(), first_row_of_group = 64 * (warpgroup - 1);
-    const int first_row = first_row_of_group + 16 * (warp_id() % 4);
-    const TileRows<kIsPacked> rows(params, block, first_row);
+    const int lane = lane_id();
+    const TileRows<kIsPacked> rows_of_group(params, block, 64 * (warpgroup - 1));
+    const TileRows<kIsPacked> rows = rows_of_group.after(16 * (warp_id() % 4));
     KlState state[2] = {empty_state(), empty_state()};
-    const TileRows<kIsPacked> rows_of_group(params, block, first_row_of_group);
     const int first_query = rows_of_group.query(0), last_query = rows_of_group.query(63);
+    const Interval any = range.any_of(first_query, last_query);
+    const Interval all = range.all_of(first_query, last_query);
     const bool has_rows = rows_of_group.exists(0, range.num_queries);
-    const TileRange visited = clipped(
-        tiles, has_rows ? tiles_over<kBlockK>(range.any_of(first_query, last_query)) : TileRange{});
-    const TileRange unmasked = tiles_within<kBlockK>(range.all_of(first_query, last_query));
 
     using Queries1 = typename Choose<kQueriesInRegisters, PanelRegisters<kHeadDim1>,
                                      PanelShared<kHeadDim1>>::Type;
@@ -184,10 +182,15 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
         mbarrier_wait(query_barrier, 0);
     }
 
-    ring.skip(visited.begin - tiles.begin, lane);
     SKL_NO_UNROLL
-    for (int tile = visited.begin; tile < visited.end; ++tile) {
+    for (int tile = tiles.begin; tile < tiles.end; ++tile) {
+        const int first_key = tile * kBlockK;
         ring.consumer_wait();
+        if (!has_rows || first_key >= any.end || first_key + kBlockK <= any.begin) {
+            ring.consumer_release(lane);
+            ring.advance();
+            continue;
+        }
         // 3. The logits.
         float s1[2][kBlockK / 4], s2[2][kBlockK / 4];
         const uint32 sK1 = sRing + ring.stage * Traits::kStageBytes;
@@ -200,15 +203,13 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
         pin_all(s2);
         ring.consumer_release(lane);
         ring.advance();
-        if (!unmasked.contains(tile)) {
-            mask_scores(s1, s2, range, rows, tile * kBlockK, params.masked_logit1,
-                        params.masked_logit2);
+        if (first_key < all.begin || first_key + kBlockK > all.end) {
+            mask_scores(s1, s2, range, rows, first_key, params.masked_logit1, params.masked_logit2);
         }
         // 4. The state.
         update(state, s1, s2, params.scale1, params.scale2);
         __syncwarp();
     }
-    ring.skip(tiles.end - visited.end, lane);
 
     // 5. and 6. The rows.
     SKL_UNROLL

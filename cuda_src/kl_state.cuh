@@ -71,29 +71,32 @@ SKL_HOST_DEVICE void update(KlState (&state)[kRows], float (&x1)[kRows][kCols],
                 raise_maxima(state[row], ceil(max1), ceil(max2));
             }
         }
-        float largest = 0.f;
         SKL_UNROLL
-        for (int row = 0; row < kRows; ++row) {
-            float part1 = 0.f, part2 = 0.f, part_acc = 0.f;
+        for (int row = 0; row < kRows; ++row) sum1[row] = sum2[row] = sum_acc[row] = 0.f;
+        // The order of rows and sums is the one that ptxas spreads the exponentials best of
+        // (README, Measured).
+        SKL_UNROLL
+        for (int col = 0; col < kCols; ++col) {
             SKL_UNROLL
-            for (int col = 0; col < kCols; ++col) {
+            for (int row = 0; row < kRows; ++row) {
                 const float y1 = fma(x1[row][col], scale1, -state[row].m1);
                 const float y2 = fma(x2[row][col], scale2, -state[row].m2);
                 const float e1 = fast_exp2(y1);
-                part_acc = fma(e1, y1 - y2, part_acc);
-                part1 += e1;
-                part2 += fast_exp2(y2);
+                sum_acc[row] = fma(e1, y1 - y2, sum_acc[row]);
+                sum2[row] += fast_exp2(y2);
+                sum1[row] += e1;
             }
+        }
+        float largest = 0.f;
+        SKL_UNROLL
+        for (int row = 0; row < kRows; ++row) {
             // Pinned inside the loop, or the sums sink past it and everything they need stays
             // alive.
-            pin(part1);
-            pin(part2);
-            pin(part_acc);
-            sum1[row] = part1;
-            sum2[row] = part2;
-            sum_acc[row] = part_acc;
+            pin(sum1[row]);
+            pin(sum2[row]);
+            pin(sum_acc[row]);
             // A NaN must count as too large; fmax would drop it, a sum keeps it.
-            largest += part1 + part2;
+            largest += sum1[row] + sum2[row];
         }
         if (raise || largest < kRaiseAbove) break;
         raise = true;

@@ -47,13 +47,4 @@ struct Ring {
     SKL_DEVICE void release(int which_stage, int lane) const {
         if (lane == 0) mbarrier_arrive(barriers + 8 * (kNumStages + which_stage));
     }
-    // Lets go of buffers that this warp has no use for.
-    SKL_DEVICE void skip(int num_buffers, int lane) {
-        SKL_NO_UNROLL
-        for (int i = 0; i < num_buffers; ++i) {
-            consumer_wait();
-            consumer_release(lane);
-            advance();
-        }
-    }
 };

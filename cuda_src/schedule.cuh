@@ -35,6 +35,11 @@ struct TileRows<false> {
     SKL_HOST_DEVICE TileRows(const ForwardParams&, const ForwardBlock& block, int first_row)
         : first_query(block.first_query + first_row), head_idx(block.head_idx) {}
 
+    SKL_HOST_DEVICE TileRows after(int num_rows) const {
+        TileRows later = *this;
+        later.first_query += num_rows;
+        return later;
+    }
     SKL_HOST_DEVICE int query(int row) const { return first_query + row; }
     SKL_HOST_DEVICE int head(int) const { return head_idx; }
     SKL_HOST_DEVICE bool exists(int row, int num_queries) const { return query(row) < num_queries; }
@@ -51,6 +56,11 @@ struct TileRows<true> {
           num_rows(params.heads_per_tile * params.queries_per_tile),
           first_row(first_row) {}
 
+    SKL_HOST_DEVICE TileRows after(int num_rows) const {
+        TileRows later = *this;
+        later.first_row += num_rows;
+        return later;
+    }
     SKL_HOST_DEVICE int query(int row) const {
         return first_query + (first_row + row) / heads_per_tile;
     }
@@ -62,41 +72,19 @@ struct TileRows<true> {
     }
 };
 
-// The first of some key tiles and the first one behind the last.
+// The first key tile of a split and the first one behind its last.
 struct TileRange {
-    int begin = 0, end = 0;
-
-    SKL_HOST_DEVICE bool contains(int tile) const {
-        return static_cast<uint32>(tile - begin) < static_cast<uint32>(max_of(0, end - begin));
-    }
+    int begin, end;
 };
-
-// The tiles that hold any of some keys, and those that hold nothing else.
-template <int kBlockK>
-SKL_HOST_DEVICE TileRange tiles_over(const Interval& keys) {
-    return {keys.begin / kBlockK, ceil_div(keys.end, kBlockK)};
-}
-template <int kBlockK>
-SKL_HOST_DEVICE TileRange tiles_within(const Interval& keys) {
-    return {ceil_div(keys.begin, kBlockK), keys.end / kBlockK};
-}
-
-// Those of `tiles` that lie in `limits`; empty, but within `tiles`, if there are none.
-SKL_HOST_DEVICE TileRange clipped(const TileRange& tiles, const TileRange& limits) {
-    const int begin = min_of(max_of(tiles.begin, limits.begin), max_of(tiles.begin, tiles.end));
-    return {begin, max_of(begin, min_of(tiles.end, limits.end))};
-}
-
-// The key tiles of a split.
 
 template <int kBlockK>
 SKL_HOST_DEVICE TileRange tiles_of_split(const KeyRange& range, int first_query, int num_queries,
                                          int split_idx, int num_splits) {
-    const TileRange all =
-        tiles_over<kBlockK>(range.any_of(first_query, first_query + num_queries - 1));
-    const int num_tiles = max_of(0, all.end - all.begin), share = num_tiles / num_splits,
+    const Interval keys = range.any_of(first_query, first_query + num_queries - 1);
+    const int begin = keys.begin / kBlockK, end = ceil_div(keys.end, kBlockK);
+    const int num_tiles = max_of(0, end - begin), share = num_tiles / num_splits,
               rest = num_tiles % num_splits;
-    const int first = all.begin + split_idx * share + min_of(split_idx, rest);
+    const int first = begin + split_idx * share + min_of(split_idx, rest);
     return {first, first + share + (split_idx < rest)};
 }
 

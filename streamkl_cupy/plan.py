@@ -397,7 +397,7 @@ def current_override() -> object:
     """The override in force, hashable: whoever keeps plans must keep them by it, too. None without
     one, which is looked up the fastest."""
     choice = _override.get()
-    return None if choice is _NO_OVERRIDE else choice
+    return None if choice is NO_CHOICE else choice
 
 
 # -------------------------------------------------------------------------------------------------
