@@ -38,12 +38,13 @@
 #include "warpgroup.cuh"
 
 template <class Element_, int kSide_, int kHeadDim1_, int kHeadDim2_, int kNumConsumers_,
-          int kNumStages_, int kNumBuffers_, int kRegisterSteps>
+          int kNumStages_, int kNumBuffers_, int kRegisterSteps, bool kIsPipelined_>
 struct FusedTraits {
     using Element = Element_;
     static constexpr int kSide = kSide_, kHeadDim1 = kHeadDim1_, kHeadDim2 = kHeadDim2_;
     static constexpr int kNumConsumers = kNumConsumers_, kNumStages = kNumStages_,
                          kNumBuffers = kNumBuffers_;
+    static constexpr bool kIsPipelined = kIsPipelined_;
     static constexpr int kHeadDim = kSide == 1 ? kHeadDim1 : kHeadDim2;
     static constexpr int kBlockQ = 64, kBlockK = 64 * kNumConsumers;
     using Walk = StaggeredWalk<kSide, kBlockK, kBlockQ>;
@@ -488,7 +489,7 @@ SKL_DEVICE void consume(const BackwardParams& params, const typename Traits::Wal
             ring.advance();
             first_query = walk.next_query(first_query);
             SKL_NO_UNROLL
-            while (!leaks && --tiles_left > 0) {
+            while (Traits::kIsPipelined && !leaks && --tiles_left > 0) {
                 ring.consumer_wait();
                 wgmma_fence();
                 multiply_logits(ring.stage);
@@ -507,8 +508,8 @@ SKL_DEVICE void consume(const BackwardParams& params, const typename Traits::Wal
                 ring.advance();
                 first_query = walk.next_query(first_query);
             }
+            if (leaks || !Traits::kIsPipelined) --tiles_left;
             if (leaks) {
-                --tiles_left;
                 SKL_UNROLL
                 for (int k = 0; kHasDk && k < kBlockQ / 16; ++k) {
                     add_scrubbed<Element, kHeadDim>(
@@ -539,12 +540,12 @@ SKL_DEVICE void consume(const BackwardParams& params, const typename Traits::Wal
 }
 
 template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kNumConsumers, int kNumStages,
-          int kNumBuffers, int kRegisterSteps, bool kHasDk>
+          int kNumBuffers, int kRegisterSteps, bool kIsPipelined, bool kHasDk>
 __global__ void __launch_bounds__(128 * (kNumConsumers + 2), 1)
     backward_fused_sm90(const __grid_constant__ InputMaps maps,
                         const __grid_constant__ BackwardParams params) {
     using Traits = FusedTraits<Element, kSide, kHeadDim1, kHeadDim2, kNumConsumers, kNumStages,
-                               kNumBuffers, kRegisterSteps>;
+                               kNumBuffers, kRegisterSteps, kIsPipelined>;
     extern __shared__ __align__(1024) unsigned char smem[];
     const uint32 base = shared_address(smem);
     // In shared memory: the registers belong to the accumulators.
