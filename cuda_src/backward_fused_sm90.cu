@@ -74,8 +74,7 @@ struct FusedTraits {
     static constexpr int kKeysEmpty = kKeysFull + 8;
     static constexpr int kFactorOffset = kKeysEmpty + 8;  // a factor a warp and buffer
     static constexpr int kNumWarps = 4 * kNumConsumers;
-    static constexpr int kWalkOffset = kFactorOffset + 4 * kNumWarps * kNumBuffers;
-    static constexpr int kSmemBytes = kWalkOffset + static_cast<int>(sizeof(Walk));
+    static constexpr int kSmemBytes = kFactorOffset + 4 * kNumWarps * kNumBuffers;
 
     // Barrier 0 is that of __syncthreads; the consumers' follow.
     static constexpr int kSumBarrier = 1, kConsumerBarrier = 2;
@@ -548,11 +547,12 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 2), 1)
                                kNumBuffers, kRegisterSteps, kIsPipelined>;
     extern __shared__ __align__(1024) unsigned char smem[];
     const uint32 base = shared_address(smem);
-    // In shared memory: the registers belong to the accumulators.
-    auto& walk = *reinterpret_cast<typename Traits::Walk*>(smem + Traits::kWalkOffset);
+    // The same for all threads, and the compiler must see that it is: what it knows to be uniform
+    // takes none of the registers, and products whose place it knows to be uniform start at once.
+    typename Traits::Walk walk;
+    walk.start(params, blockIdx.x);
 
     if (threadIdx.x == 0) {
-        walk.start(params, blockIdx.x);
         Ring<kNumStages>::init(base + Traits::kRingBarriers, Traits::kNumWarps);
         Ring<kNumBuffers>::init(base + Traits::kGradientBarriers, 4, Traits::kNumWarps);
         mbarrier_init(base + Traits::kKeysFull, 1);
