@@ -83,12 +83,10 @@ struct FusedTraits {
     // Columns of dQ that are multiplied at a time.
     static constexpr int kSumCols = min_of(kHeadDim, 64);
 
-    // The sum may not pass the 64 K of the register file.
-    static constexpr int kProducerRegisters = 24;
-    static constexpr int kSumRegisters = kHasFactors ? 88 : 72;
-    static constexpr int kConsumerRegisters =
-        (512 - kProducerRegisters - kSumRegisters) / kNumConsumers / 8 * 8;
-    static_assert(kNumConsumers == 2, "registers are dealt for two consumers");
+    // Registers move from the producer and the warpgroup of dQ to the consumers; the sum may not
+    // pass the file's 64 K.
+    static constexpr int kProducerRegisters = 24, kSumRegisters = 72, kConsumerRegisters = 208;
+    static_assert(kNumConsumers == 2, "2 x 208 + 72 + 24 registers for four warpgroups");
 };
 
 // 1. and 2. Of one warp.

@@ -999,11 +999,10 @@ def backward_warpgroup_tiles(
     trained = dim1 if side == 1 else dim2
     if trained > 192:
         return
-    steps = 6 if trained <= 128 else 0
-    for num_stages, num_buffers in ((3, 2), (2, 2), (2, 1)):
-        yield BackwardWarpgroupTile(
-            2, num_stages, num_buffers, min(steps, (dim1 + dim2) // 16), trained <= 128
-        )
+    steps = 8 if trained <= 64 else 6 if trained <= 128 else 0
+    steps = min(steps, (dim1 + dim2) // 16)
+    for num_stages, num_buffers in ((5, 2), (4, 2), (3, 2), (2, 2), (2, 1)):
+        yield BackwardWarpgroupTile(2, num_stages, num_buffers, steps, trained <= 128)
 
 
 def backward_warpgroup_template(

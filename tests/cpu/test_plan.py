@@ -956,7 +956,7 @@ def test_a_forced_kernel_binds_its_direction_only() -> None:
 
 
 def test_override_of_the_fused_tile() -> None:
-    tile = plan.BackwardWarpgroupTile(1, 2, 1, 0, False)
+    tile = plan.BackwardWarpgroupTile(2, 2, 1, 0, False)
     with plan.override(backward_tiles={"backward_fused_sm90": tile}):
         chosen = plan.backward(hopper_problem(), HOPPER, ("q2", "k2"), strategy="fused")
     assert chosen.sides[0].fused is not None
