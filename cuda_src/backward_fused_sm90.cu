@@ -89,10 +89,21 @@ struct FusedTraits {
     static_assert(kNumConsumers == 2, "2 x 208 + 72 + 24 registers for four warpgroups");
 };
 
+// The same for all threads, and the compiler has to see that it is: what it knows to be uniform
+// takes none of the accumulators' registers, and products whose place is known to be uniform follow
+// each other at once. Each role starts a walk of its own, or its places would stay alive in all of
+// them.
+template <class Traits>
+SKL_DEVICE typename Traits::Walk walk_of_block(const BackwardParams& params) {
+    typename Traits::Walk walk;
+    walk.start(params, blockIdx.x);
+    return walk;
+}
+
 // 1. and 2. Of one warp.
 template <class Traits>
-SKL_DEVICE void produce(const InputMaps& maps, const BackwardParams& params,
-                        const typename Traits::Walk& walk, uint32 base) {
+SKL_DEVICE void produce(const InputMaps& maps, const BackwardParams& params, uint32 base) {
+    const auto walk = walk_of_block<Traits>(params);
     using Tile1 = PanelTile<Traits::kHeadDim1>;
     using Tile2 = PanelTile<Traits::kHeadDim2>;
     constexpr int kBlockQ = Traits::kBlockQ, kBlockK = Traits::kBlockK;
@@ -353,8 +364,8 @@ SKL_DEVICE void sum_tiles(const BackwardParams& params, const typename Traits::W
 }
 
 template <class Traits>
-SKL_DEVICE void sum_dq(const BackwardParams& params, const typename Traits::Walk& walk,
-                       unsigned char* smem, uint32 base) {
+SKL_DEVICE void sum_dq(const BackwardParams& params, unsigned char* smem, uint32 base) {
+    const auto walk = walk_of_block<Traits>(params);
     if (walk.head_begin == walk.head_end) return;
     mbarrier_wait(base + Traits::kKeysFull, 0);
     const uint32 broken = find_broken_keys<Traits>(smem + Traits::kKeysOffset);
@@ -367,8 +378,8 @@ SKL_DEVICE void sum_dq(const BackwardParams& params, const typename Traits::Walk
 
 // Steps 3 to 6 and 8. Of a warpgroup, which owns 64 keys.
 template <class Traits, bool kHasDk>
-SKL_DEVICE void consume(const BackwardParams& params, const typename Traits::Walk& walk,
-                        const unsigned char* smem, uint32 base) {
+SKL_DEVICE void consume(const BackwardParams& params, const unsigned char* smem, uint32 base) {
+    const auto walk = walk_of_block<Traits>(params);
     using Element = typename Traits::Element;
     constexpr int kSide = Traits::kSide, kHeadDim = Traits::kHeadDim, kBlockQ = Traits::kBlockQ;
     constexpr int kElements = kBlockQ / 4;
@@ -439,15 +450,13 @@ SKL_DEVICE void consume(const BackwardParams& params, const typename Traits::Wal
         for (int k = 0; k < kBlockQ / 16; ++k) pack_a<Element>(fragments[k], ds[0], ds[1], k);
     };
     const auto pass_on_gradients = [&]() {
-        const int row = 16 * warp + (lane & 15);
         gradients.producer_acquire();
-        const uint32 sGradient =
-            base + Traits::kGradientOffset + gradients.stage * Traits::kGradientBytes;
+        // The swizzle is an exclusive or of address bits, and so is a step of two chunks.
+        const uint32 sRow =
+            panel_address(base + Traits::kGradientOffset + gradients.stage * Traits::kGradientBytes,
+                          Traits::kBlockK, 16 * warp + (lane & 15), 0, lane >> 4);
         SKL_UNROLL
-        for (int k = 0; k < kBlockQ / 16; ++k) {
-            stmatrix_x4(panel_address(sGradient, Traits::kBlockK, row, 0, 2 * k + (lane >> 4)),
-                        fragments[k]);
-        }
+        for (int k = 0; k < kBlockQ / 16; ++k) stmatrix_x4(sRow ^ (k << 5), fragments[k]);
         if constexpr (Traits::kHasFactors) {
             const uint32 sFactor =
                 base + Traits::kFactorOffset + 4 * (gradients.stage * Traits::kNumWarps + warp);
@@ -545,11 +554,6 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 2), 1)
                                kNumBuffers, kRegisterSteps, kIsPipelined>;
     extern __shared__ __align__(1024) unsigned char smem[];
     const uint32 base = shared_address(smem);
-    // The same for all threads, and the compiler must see that it is: what it knows to be uniform
-    // takes none of the registers, and products whose place it knows to be uniform start at once.
-    typename Traits::Walk walk;
-    walk.start(params, blockIdx.x);
-
     if (threadIdx.x == 0) {
         Ring<kNumStages>::init(base + Traits::kRingBarriers, Traits::kNumWarps);
         Ring<kNumBuffers>::init(base + Traits::kGradientBarriers, 4, Traits::kNumWarps);
@@ -562,12 +566,12 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 2), 1)
     const int warpgroup = warp_id() / 4;
     if (warpgroup == 0) {
         give_registers<Traits::kProducerRegisters>();
-        if (warp_id() == 0) produce<Traits>(maps, params, walk, base);
+        if (warp_id() == 0) produce<Traits>(maps, params, base);
     } else if (warpgroup == 1) {
         give_registers<Traits::kSumRegisters>();
-        sum_dq<Traits>(params, walk, smem, base);
+        sum_dq<Traits>(params, smem, base);
     } else {
         take_registers<Traits::kConsumerRegisters>();
-        consume<Traits, kHasDk>(params, walk, smem, base);
+        consume<Traits, kHasDk>(params, smem, base);
     }
 }

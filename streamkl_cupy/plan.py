@@ -993,16 +993,20 @@ def backward_warpgroup_tiles(
 ) -> Iterator[BackwardWarpgroupTile]:
     """Tiles for a pair of buckets, the fastest first.
 
-    Accumulators of more than 128 columns leave no registers to work ahead, those of more than 192
-    none for the logits: there the fused kernel has no tile.
+    Accumulators of more than 128 columns, and of more than 64 beside many columns of the other
+    side, leave no registers to work ahead; those of more than 192 none for the logits: there the
+    fused kernel has no tile. The other side may have any head dimension that leaves two stages, or
+    else one buffer.
     """
     trained = dim1 if side == 1 else dim2
     if trained > 192:
         return
-    steps = 8 if trained <= 64 else 6 if trained <= 128 else 0
+    is_wide = dim1 + dim2 > 256
+    is_pipelined = trained <= 64 or (trained <= 128 and not is_wide)
+    steps = (16 if is_wide else 8) if is_pipelined else 0
     steps = min(steps, (dim1 + dim2) // 16)
     for num_stages, num_buffers in ((5, 2), (4, 2), (3, 2), (2, 2), (2, 1)):
-        yield BackwardWarpgroupTile(2, num_stages, num_buffers, steps, trained <= 128)
+        yield BackwardWarpgroupTile(2, num_stages, num_buffers, steps, is_pipelined)
 
 
 def backward_warpgroup_template(
