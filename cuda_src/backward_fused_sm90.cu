@@ -38,12 +38,13 @@
 #include "warpgroup.cuh"
 
 template <class Element_, int kSide_, int kHeadDim1_, int kHeadDim2_, int kNumConsumers_,
-          int kNumStages_, int kNumBuffers_, int kRegisterSteps>
+          int kNumStages_, int kNumBuffers_, int kRegisterSteps, bool kIsPipelined_>
 struct FusedTraits {
     using Element = Element_;
     static constexpr int kSide = kSide_, kHeadDim1 = kHeadDim1_, kHeadDim2 = kHeadDim2_;
     static constexpr int kNumConsumers = kNumConsumers_, kNumStages = kNumStages_,
                          kNumBuffers = kNumBuffers_;
+    static constexpr bool kIsPipelined = kIsPipelined_;
     static constexpr int kHeadDim = kSide == 1 ? kHeadDim1 : kHeadDim2;
     static constexpr int kBlockQ = 64, kBlockK = 64 * kNumConsumers;
     using Walk = StaggeredWalk<kSide, kBlockK, kBlockQ>;
@@ -73,8 +74,7 @@ struct FusedTraits {
     static constexpr int kKeysEmpty = kKeysFull + 8;
     static constexpr int kFactorOffset = kKeysEmpty + 8;  // a factor a warp and buffer
     static constexpr int kNumWarps = 4 * kNumConsumers;
-    static constexpr int kWalkOffset = kFactorOffset + 4 * kNumWarps * kNumBuffers;
-    static constexpr int kSmemBytes = kWalkOffset + static_cast<int>(sizeof(Walk));
+    static constexpr int kSmemBytes = kFactorOffset + 4 * kNumWarps * kNumBuffers;
 
     // Barrier 0 is that of __syncthreads; the consumers' follow.
     static constexpr int kSumBarrier = 1, kConsumerBarrier = 2;
@@ -83,18 +83,27 @@ struct FusedTraits {
     // Columns of dQ that are multiplied at a time.
     static constexpr int kSumCols = min_of(kHeadDim, 64);
 
-    // The sum may not pass the 64 K of the register file.
-    static constexpr int kProducerRegisters = 24;
-    static constexpr int kSumRegisters = kHasFactors ? 88 : 72;
-    static constexpr int kConsumerRegisters =
-        (512 - kProducerRegisters - kSumRegisters) / kNumConsumers / 8 * 8;
-    static_assert(kNumConsumers == 2, "registers are dealt for two consumers");
+    // Registers move from the producer and the warpgroup of dQ to the consumers; the sum may not
+    // pass the file's 64 K.
+    static constexpr int kProducerRegisters = 24, kSumRegisters = 72, kConsumerRegisters = 208;
+    static_assert(kNumConsumers == 2, "2 x 208 + 72 + 24 registers for four warpgroups");
 };
+
+// The same for all threads, and the compiler has to see that it is: what it knows to be uniform
+// takes none of the accumulators' registers, and products whose place is known to be uniform follow
+// each other at once. Each role starts a walk of its own, or its places would stay alive in all of
+// them.
+template <class Traits>
+SKL_DEVICE typename Traits::Walk walk_of_block(const BackwardParams& params) {
+    typename Traits::Walk walk;
+    walk.start(params, blockIdx.x);
+    return walk;
+}
 
 // 1. and 2. Of one warp.
 template <class Traits>
-SKL_DEVICE void produce(const InputMaps& maps, const BackwardParams& params,
-                        const typename Traits::Walk& walk, uint32 base) {
+SKL_DEVICE void produce(const InputMaps& maps, const BackwardParams& params, uint32 base) {
+    const auto walk = walk_of_block<Traits>(params);
     using Tile1 = PanelTile<Traits::kHeadDim1>;
     using Tile2 = PanelTile<Traits::kHeadDim2>;
     constexpr int kBlockQ = Traits::kBlockQ, kBlockK = Traits::kBlockK;
@@ -355,8 +364,8 @@ SKL_DEVICE void sum_tiles(const BackwardParams& params, const typename Traits::W
 }
 
 template <class Traits>
-SKL_DEVICE void sum_dq(const BackwardParams& params, const typename Traits::Walk& walk,
-                       unsigned char* smem, uint32 base) {
+SKL_DEVICE void sum_dq(const BackwardParams& params, unsigned char* smem, uint32 base) {
+    const auto walk = walk_of_block<Traits>(params);
     if (walk.head_begin == walk.head_end) return;
     mbarrier_wait(base + Traits::kKeysFull, 0);
     const uint32 broken = find_broken_keys<Traits>(smem + Traits::kKeysOffset);
@@ -369,8 +378,8 @@ SKL_DEVICE void sum_dq(const BackwardParams& params, const typename Traits::Walk
 
 // Steps 3 to 6 and 8. Of a warpgroup, which owns 64 keys.
 template <class Traits, bool kHasDk>
-SKL_DEVICE void consume(const BackwardParams& params, const typename Traits::Walk& walk,
-                        const unsigned char* smem, uint32 base) {
+SKL_DEVICE void consume(const BackwardParams& params, const unsigned char* smem, uint32 base) {
+    const auto walk = walk_of_block<Traits>(params);
     using Element = typename Traits::Element;
     constexpr int kSide = Traits::kSide, kHeadDim = Traits::kHeadDim, kBlockQ = Traits::kBlockQ;
     constexpr int kElements = kBlockQ / 4;
@@ -441,15 +450,13 @@ SKL_DEVICE void consume(const BackwardParams& params, const typename Traits::Wal
         for (int k = 0; k < kBlockQ / 16; ++k) pack_a<Element>(fragments[k], ds[0], ds[1], k);
     };
     const auto pass_on_gradients = [&]() {
-        const int row = 16 * warp + (lane & 15);
         gradients.producer_acquire();
-        const uint32 sGradient =
-            base + Traits::kGradientOffset + gradients.stage * Traits::kGradientBytes;
+        // The swizzle is an exclusive or of address bits, and so is a step of two chunks.
+        const uint32 sRow =
+            panel_address(base + Traits::kGradientOffset + gradients.stage * Traits::kGradientBytes,
+                          Traits::kBlockK, 16 * warp + (lane & 15), 0, lane >> 4);
         SKL_UNROLL
-        for (int k = 0; k < kBlockQ / 16; ++k) {
-            stmatrix_x4(panel_address(sGradient, Traits::kBlockK, row, 0, 2 * k + (lane >> 4)),
-                        fragments[k]);
-        }
+        for (int k = 0; k < kBlockQ / 16; ++k) stmatrix_x4(sRow ^ (k << 5), fragments[k]);
         if constexpr (Traits::kHasFactors) {
             const uint32 sFactor =
                 base + Traits::kFactorOffset + 4 * (gradients.stage * Traits::kNumWarps + warp);
@@ -488,7 +495,7 @@ SKL_DEVICE void consume(const BackwardParams& params, const typename Traits::Wal
             ring.advance();
             first_query = walk.next_query(first_query);
             SKL_NO_UNROLL
-            while (!leaks && --tiles_left > 0) {
+            while (Traits::kIsPipelined && !leaks && --tiles_left > 0) {
                 ring.consumer_wait();
                 wgmma_fence();
                 multiply_logits(ring.stage);
@@ -507,8 +514,8 @@ SKL_DEVICE void consume(const BackwardParams& params, const typename Traits::Wal
                 ring.advance();
                 first_query = walk.next_query(first_query);
             }
+            if (leaks || !Traits::kIsPipelined) --tiles_left;
             if (leaks) {
-                --tiles_left;
                 SKL_UNROLL
                 for (int k = 0; kHasDk && k < kBlockQ / 16; ++k) {
                     add_scrubbed<Element, kHeadDim>(
@@ -539,19 +546,15 @@ SKL_DEVICE void consume(const BackwardParams& params, const typename Traits::Wal
 }
 
 template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kNumConsumers, int kNumStages,
-          int kNumBuffers, int kRegisterSteps, bool kHasDk>
+          int kNumBuffers, int kRegisterSteps, bool kIsPipelined, bool kHasDk>
 __global__ void __launch_bounds__(128 * (kNumConsumers + 2), 1)
     backward_fused_sm90(const __grid_constant__ InputMaps maps,
                         const __grid_constant__ BackwardParams params) {
     using Traits = FusedTraits<Element, kSide, kHeadDim1, kHeadDim2, kNumConsumers, kNumStages,
-                               kNumBuffers, kRegisterSteps>;
+                               kNumBuffers, kRegisterSteps, kIsPipelined>;
     extern __shared__ __align__(1024) unsigned char smem[];
     const uint32 base = shared_address(smem);
-    // In shared memory: the registers belong to the accumulators.
-    auto& walk = *reinterpret_cast<typename Traits::Walk*>(smem + Traits::kWalkOffset);
-
     if (threadIdx.x == 0) {
-        walk.start(params, blockIdx.x);
         Ring<kNumStages>::init(base + Traits::kRingBarriers, Traits::kNumWarps);
         Ring<kNumBuffers>::init(base + Traits::kGradientBarriers, 4, Traits::kNumWarps);
         mbarrier_init(base + Traits::kKeysFull, 1);
@@ -563,12 +566,12 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 2), 1)
     const int warpgroup = warp_id() / 4;
     if (warpgroup == 0) {
         give_registers<Traits::kProducerRegisters>();
-        if (warp_id() == 0) produce<Traits>(maps, params, walk, base);
+        if (warp_id() == 0) produce<Traits>(maps, params, base);
     } else if (warpgroup == 1) {
         give_registers<Traits::kSumRegisters>();
-        sum_dq<Traits>(params, walk, smem, base);
+        sum_dq<Traits>(params, smem, base);
     } else {
         take_registers<Traits::kConsumerRegisters>();
-        consume<Traits, kHasDk>(params, walk, smem, base);
+        consume<Traits, kHasDk>(params, smem, base);
     }
 }

@@ -238,13 +238,15 @@ class BackwardWarpgroupTile:
 
     ``num_consumers`` warpgroups of 64 stationary rows; ``num_stages`` tiles of streamed rows;
     ``num_buffers`` tiles of dS^T on their way to dQ; ``register_steps`` steps of 16 columns of the
-    stationary operands, side 1's first, that live in registers.
+    stationary operands, side 1's first, that live in registers; ``is_pipelined`` where a consumer
+    starts the logits of the next tile before it is done with the last.
     """
 
     num_consumers: int
     num_stages: int
     num_buffers: int
     register_steps: int
+    is_pipelined: bool
 
     @property
     def stationary_rows(self) -> int:
@@ -991,15 +993,20 @@ def backward_warpgroup_tiles(
 ) -> Iterator[BackwardWarpgroupTile]:
     """Tiles for a pair of buckets, the fastest first.
 
-    Accumulators of more than 128 columns leave no registers for the logits: there the fused kernel
-    has no tile.
+    Accumulators of more than 128 columns, and of more than 64 beside many columns of the other
+    side, leave no registers to work ahead; those of more than 192 none for the logits: there the
+    fused kernel has no tile. The other side may have any head dimension that leaves two stages, or
+    else one buffer.
     """
     trained = dim1 if side == 1 else dim2
-    if trained > 128:
+    if trained > 192:
         return
-    steps = 4
-    for num_stages, num_buffers in ((3, 2), (2, 2), (2, 1)):
-        yield BackwardWarpgroupTile(2, num_stages, num_buffers, steps)
+    is_wide = dim1 + dim2 > 256
+    is_pipelined = trained <= 64 or (trained <= 128 and not is_wide)
+    steps = (16 if is_wide else 8) if is_pipelined else 0
+    steps = min(steps, (dim1 + dim2) // 16)
+    for num_stages, num_buffers in ((5, 2), (4, 2), (3, 2), (2, 2), (2, 1)):
+        yield BackwardWarpgroupTile(2, num_stages, num_buffers, steps, is_pipelined)
 
 
 def backward_warpgroup_template(
@@ -1021,6 +1028,7 @@ def backward_warpgroup_template(
         ("kNumStages", tile.num_stages),
         ("kNumBuffers", tile.num_buffers),
         ("kRegisterSteps", tile.register_steps),
+        ("kIsPipelined", tile.is_pipelined),
         ("kHasDk", has_dk),
     )
 

@@ -18,7 +18,8 @@ SKL_DEVICE void named_barrier_sync(int barrier) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
 }
 
-// The same; returns whether the condition holds for any thread.
+// The same; returns whether the condition holds for any thread. The vote changes nothing but that
+// the compiler knows the answer to be that of the whole warp.
 template <int kThreads>
 SKL_DEVICE bool named_barrier_any(int barrier, bool condition) {
     int any;
@@ -28,5 +29,5 @@ SKL_DEVICE bool named_barrier_any(int barrier, bool condition) {
         : "=r"(any)
         : "r"(static_cast<int>(condition)), "r"(barrier), "n"(kThreads)
         : "memory");
-    return any != 0;
+    return __any_sync(~0u, any != 0) != 0;
 }

@@ -956,12 +956,12 @@ def test_a_forced_kernel_binds_its_direction_only() -> None:
 
 
 def test_override_of_the_fused_tile() -> None:
-    tile = plan.BackwardWarpgroupTile(1, 2, 1, 0)
+    tile = plan.BackwardWarpgroupTile(2, 2, 1, 0, False)
     with plan.override(backward_tiles={"backward_fused_sm90": tile}):
         chosen = plan.backward(hopper_problem(), HOPPER, ("q2", "k2"), strategy="fused")
     assert chosen.sides[0].fused is not None
     cut = arguments(chosen.sides[0].fused)
-    names = ("kNumConsumers", "kNumStages", "kNumBuffers", "kRegisterSteps")
+    names = ("kNumConsumers", "kNumStages", "kNumBuffers", "kRegisterSteps", "kIsPipelined")
     assert tuple(cut[name] for name in names) == dataclasses.astuple(tile)
 
 
@@ -1009,7 +1009,7 @@ def test_shared_memory_of_the_fused_kernel(tmp_path: Path) -> None:
         values = (
             cut[f"k{key}"] for key in ("NumConsumers", "NumStages", "NumBuffers", "RegisterSteps")
         )
-        tile = plan.BackwardWarpgroupTile(*map(int, values))
+        tile = plan.BackwardWarpgroupTile(*map(int, values), bool(cut["kIsPipelined"]))
         planned = tile.shared_memory(int(cut["kHeadDim1"]), int(cut["kHeadDim2"]))
         assert planned - plan.MOST_BARRIER_BYTES < total <= planned, jit.render(name, template)
         # The swizzle permutes bits of an address below 1024.
