@@ -1,0 +1,148 @@
+// backward_dk_sm90: what backward_dk_sm80 computes, by Hopper's warpgroup products and copy engine.
+//
+//   dk_t,j = scale_t sum_i dkl_i ds_t,ij q_t,i         t = kSide, i over every query of every head
+//   that shares the key head
+//
+// Grid: one block per (batch, key head of side t, block of 64 kNumConsumers keys). Warpgroup 0
+// produces: one thread asks the copy engine for tiles. Each further warpgroup consumes: it owns 64
+// keys.
+//
+//   1. K1 and K2 are fetched; the first steps of each become operands in registers. A group of heads
+//   may share K_t and not the other: that one is exchanged on the way.
+//   2. Tiles of Q1 and Q2 run through a ring each, head after head; with those of side t the
+//   statistics of their rows.
+//   3. S^T of the fixed side, then S^T of side t, of a tile; behind them in the matrix units
+//   dK += dS^T Q_t of the tile before.
+//   4. dkl dS^T of the tile, zero where a query may not see the key, while that product runs.
+//   Rounded, it is the left operand of the next one without leaving the registers.
+//   5. dK is scaled by scale_t and written.
+#include "backward_warpgroup.cuh"
+#include "gradient.cuh"
+#include "key_range.cuh"
+#include "params.cuh"
+#include "schedule.cuh"
+
+// A warpgroup's keys and where it stands among the queries; see sum_gradients.
+template <class Element, class Traits>
+struct KeyRows {
+    static constexpr int kSide = Traits::kSide, kBlockQ = Traits::kBlockCols;
+    using Walk = QueryWalk<kSide, Traits::kBlockRows, kBlockQ>;
+    const BackwardParams& params;
+    const Walk& walk;
+    const unsigned char* smem_bytes;
+    int first_of_group;
+    QueryTile tile, next_tile;
+    const WeightedStatistics* statistics;
+    float factor;
+
+    SKL_DEVICE void next(const PairSmem<Traits>& smem) {
+        tile = next_tile;
+        next_tile = walk.next(tile);
+        statistics = reinterpret_cast<const WeightedStatistics*>(smem_bytes +
+                                                                 smem.statistics_offset());
+    }
+    SKL_DEVICE bool exchanges_rows() const { return walk.exchanges_keys(params, tile); }
+    SKL_DEVICE WeightedStatistics row(int e) const {
+        return scaled<kSide>(statistics[col_of_element(e)], factor);
+    }
+    SKL_DEVICE void reads_fixed(float (&fixed)[2][kBlockQ / 4]) const {
+        SKL_UNROLL
+        for (int e = 0; e < kBlockQ / 4; ++e) {
+            const WeightedStatistics row = this->row(e);
+            SKL_UNROLL
+            for (int line = 0; line < 2; ++line)
+                fixed[line][e] = weighted_probability1(fixed[line][e], row, params.scale1);
+        }
+    }
+    SKL_DEVICE void gradients(float (&fixed)[2][kBlockQ / 4],
+                              const float (&trained)[2][kBlockQ / 4]) const {
+        SKL_UNROLL
+        for (int e = 0; e < kBlockQ / 4; ++e) {
+            const WeightedStatistics row = this->row(e);
+            SKL_UNROLL
+            for (int line = 0; line < 2; ++line) {
+                const float x = trained[line][e];
+                float& ds = fixed[line][e];
+                if constexpr (kSide == 2) {
+                    ds = weighted_gradient2(ds, x, row, params.scale2);
+                } else {
+                    ds = weighted_gradient<1>(x, ds, row, params.scale1, params.scale2);
+                }
+            }
+        }
+    }
+    SKL_DEVICE bool is_border() const {
+        const int last = tile.first_query + kBlockQ - 1;
+        const Interval all = params.range.all_of(tile.first_query, last);
+        return first_of_group < all.begin || first_of_group + 64 > all.end ||
+               last >= params.range.num_queries;
+    }
+    SKL_DEVICE bool mask(float (&ds)[2][kBlockQ / 4],
+                         const float (&trained)[2][kBlockQ / 4]) const {
+        return mask_transposed(ds, trained, params.range, first_of_group + 16 * (warp_id() % 4),
+                               tile.first_query);
+    }
+};
+
+template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kNumConsumers, int kBlockQ,
+          int kFixedStages, int kTrainedStages, int kFixedSteps, int kTrainedSteps>
+__global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
+    backward_dk_sm90(const __grid_constant__ InputMaps maps,
+                     const __grid_constant__ BackwardParams params) {
+    using Traits = PairTraits<kSide, kHeadDim1, kHeadDim2, kNumConsumers, kBlockQ, kFixedStages,
+                              kTrainedStages, kFixedSteps, kTrainedSteps, true>;
+    extern __shared__ __align__(1024) unsigned char smem_bytes[];
+    PairSmem<Traits> smem(shared_address(smem_bytes));
+
+    QueryWalk<kSide, Traits::kBlockRows, kBlockQ> walk;
+    walk.start(params, blockIdx.x);
+    const int batch_idx = walk.batch_idx, warpgroup = warp_id() / 4;
+    smem.init();
+    __syncthreads();
+
+    if (warpgroup == 0) {
+        give_registers<Traits::kProducerRegisters>();
+        if (threadIdx.x != 0) return;
+        const auto [fixed_q, fixed_k, trained_q, trained_k] = pair_maps<kSide>(maps, params);
+        // 1. The keys.
+        smem.load_rows(fixed_k, trained_k, walk.first_key, walk.head_begin, batch_idx);
+        // 2. The queries.
+        const int num_queries = params.range.num_queries;
+        uint32 phase = 0;
+        SKL_NO_UNROLL
+        for (QueryTile tile = walk.first_tile(); !walk.is_past(tile); tile = walk.next(tile)) {
+            const auto [head_idx, first_query] = tile;
+            if (walk.exchanges_keys(params, tile)) {
+                mbarrier_wait(smem.own_empty(), phase);
+                phase ^= 1;
+                smem.exchange_rows(fixed_k, walk.first_key, head_idx, batch_idx);
+            }
+            const int64 row =
+                (static_cast<int64>(batch_idx) * params.num_heads + head_idx) * num_queries +
+                first_query;
+            smem.load_fixed(fixed_q, first_query, head_idx, batch_idx);
+            smem.load_trained(trained_q, first_query, head_idx, batch_idx,
+                              params.row_statistics + 4 * row,
+                              min_of(kBlockQ, num_queries - first_query));
+        }
+        return;
+    }
+
+    take_registers<Traits::kConsumerRegisters>();
+    // 3. and 4. The tiles.
+    const int tiles_of_head = ceil_div(walk.query_end - walk.query_begin, kBlockQ);
+    KeyRows<Element, Traits> rows{params, walk, smem_bytes, walk.first_key + 64 * (warpgroup - 1)};
+    rows.next_tile = walk.first_tile();
+    rows.factor = call_factor<Element>(params.max_dkl);
+    float dk[2][Traits::kTrainedDim / 4];
+    sum_gradients<Element>(dk, smem, rows, (walk.head_end - walk.head_begin) * tiles_of_head);
+
+    // 5. The keys' rows.
+    const float row_factor = params.gradient_scale / rows.factor;
+    const float row_factors[2] = {row_factor, row_factor};
+    store_gradient<Element>(
+        params.dk,
+        batch_idx * params.dk_rows.batch_stride + walk.key_head_idx * params.dk_rows.head_stride,
+        params.dk_rows.row_stride, rows.first_of_group + 16 * (warp_id() % 4),
+        params.range.num_keys, kSide == 1 ? params.head_dim1 : params.head_dim2, dk, row_factors);
+}

@@ -1,0 +1,318 @@
+// What the deterministic pair on Hopper shares: shared memory, and the loop of a warpgroup over the
+// tiles that stream past its rows.
+//
+// Own rows are queries for dQ and keys for dK; what streams past them is the other kind. Of each
+// kind there are two tiles: of the side that is trained, which gets gradients and takes part in the
+// third product, and of the fixed side, which only makes logits.
+#pragma once
+#include "base.cuh"
+#include "gradient.cuh"
+#include "params.cuh"
+#include "pipeline.cuh"
+#include "ptx/bulk.cuh"
+#include "ptx/sync.cuh"
+#include "warpgroup.cuh"
+
+template <int kSide_, int kHeadDim1, int kHeadDim2, int kNumConsumers_, int kBlockCols_,
+          int kFixedStages_, int kTrainedStages_, int kFixedSteps, int kTrainedSteps,
+          bool kStreamsQueries>
+struct PairTraits {
+    static constexpr int kSide = kSide_;
+    static constexpr int kFixedDim = kSide == 1 ? kHeadDim2 : kHeadDim1;
+    static constexpr int kTrainedDim = kSide == 1 ? kHeadDim1 : kHeadDim2;
+    static constexpr int kNumConsumers = kNumConsumers_, kBlockRows = 64 * kNumConsumers;
+    static constexpr int kBlockCols = kBlockCols_;
+    static constexpr int kFixedStages = kFixedStages_, kTrainedStages = kTrainedStages_;
+    static_assert(kFixedStages >= 1 && kTrainedStages >= 2,
+                  "a trained tile is still multiplied while the next one makes logits");
+
+    using FixedTile = PanelTile<kFixedDim>;
+    using TrainedTile = PanelTile<kTrainedDim>;
+    using FixedRows = PanelRows<kFixedDim, kBlockRows, kFixedSteps>;
+    using TrainedRows = PanelRows<kTrainedDim, kBlockRows, kTrainedSteps>;
+
+    // Own rows, rings, zeros, the statistics of streamed queries, barriers.
+    static constexpr int kFixedRowsBytes = FixedTile::num_bytes(kBlockRows);
+    static constexpr int kTrainedRowsBytes = TrainedTile::num_bytes(kBlockRows);
+    static constexpr int kFixedBytes = FixedTile::num_bytes(kBlockCols);
+    static constexpr int kTrainedBytes = TrainedTile::num_bytes(kBlockCols);
+    static constexpr int kStatisticsBytes =
+        kStreamsQueries ? kBlockCols * static_cast<int>(sizeof(WeightedStatistics)) : 0;
+    static constexpr int kFixedRingOffset = kFixedRowsBytes + kTrainedRowsBytes;
+    static constexpr int kTrainedRingOffset = kFixedRingOffset + kFixedStages * kFixedBytes;
+    static constexpr int kZerosOffset = kTrainedRingOffset + kTrainedStages * kTrainedBytes;
+    static constexpr int kZerosBytes = 1024;
+    static constexpr int kStatisticsOffset = kZerosOffset + kZerosBytes;
+    static constexpr int kBarrierOffset = kStatisticsOffset + kTrainedStages * kStatisticsBytes;
+
+    // Registers move from the producer to the consumers; the sum may not pass the file's 64 K.
+    static constexpr int kProducerRegisters = kNumConsumers == 3 ? 32 : 24;
+    static constexpr int kConsumerRegisters = kNumConsumers == 3 ? 160 : 240;
+};
+
+// A tensor in the copy engine's eyes, and where its heads lie.
+struct HeadMap {
+    const TensorMap& map;
+    const TensorRef& tensor;
+    int group;  // query heads to a head
+
+    // Rows of the head that a query head uses.
+    template <class Tile, int kRows>
+    SKL_DEVICE void load(uint32 tile, int first_row, int head_idx, int batch_idx,
+                         uint32 barrier) const {
+        Tile::template load<kRows>(tile, map, first_row,
+                                   map_index(tensor.head_stride, head_idx / group),
+                                   map_index(tensor.batch_stride, batch_idx), barrier);
+    }
+};
+struct PairMaps {
+    HeadMap fixed_q, fixed_k, trained_q, trained_k;
+};
+
+template <int kSide>
+SKL_DEVICE PairMaps pair_maps(const InputMaps& maps, const BackwardParams& params) {
+    const HeadMap q1{maps.q1, params.q1, 1}, q2{maps.q2, params.q2, 1};
+    const HeadMap k1{maps.k1, params.k1, params.group1}, k2{maps.k2, params.k2, params.group2};
+    if constexpr (kSide == 1) return {q2, k2, q1, k1};
+    return {q1, k1, q2, k2};
+}
+
+// The shared memory of a block, and where each role stands in its rings.
+template <class Traits>
+struct PairSmem {
+    using FixedRing = Ring<Traits::kFixedStages>;
+    using TrainedRing = Ring<Traits::kTrainedStages>;
+    static constexpr int kFixedBarriers = Traits::kBarrierOffset;
+    static constexpr int kTrainedBarriers = kFixedBarriers + FixedRing::kBytes;
+    static constexpr int kOwnBarriers = kTrainedBarriers + TrainedRing::kBytes;
+
+    uint32 base;
+    FixedRing fixed;
+    TrainedRing trained;
+
+    SKL_DEVICE explicit PairSmem(uint32 base)
+        : base(base), fixed(base + kFixedBarriers), trained(base + kTrainedBarriers) {}
+
+    // Called by all threads, before the barrier that begins the work. The first of the barriers of
+    // the own rows says that they have landed, the second that those of the fixed side may go.
+    SKL_DEVICE void init() const {
+        if (threadIdx.x == 0) {
+            FixedRing::init(base + kFixedBarriers, 4 * Traits::kNumConsumers);
+            TrainedRing::init(base + kTrainedBarriers, 4 * Traits::kNumConsumers);
+            mbarrier_init(own_full(), 1);
+            mbarrier_init(own_empty(), 4 * Traits::kNumConsumers);
+            mbarrier_fence_init();
+        }
+        if (threadIdx.x < Traits::kZerosBytes / 16) {
+            store_shared_128(zeros() + threadIdx.x * 16, {0, 0, 0, 0});
+            fence_async_shared();
+        }
+    }
+    SKL_DEVICE uint32 fixed_rows() const { return base; }
+    SKL_DEVICE uint32 trained_rows() const { return base + Traits::kFixedRowsBytes; }
+    SKL_DEVICE uint32 fixed_tile() const {
+        return base + Traits::kFixedRingOffset + fixed.stage * Traits::kFixedBytes;
+    }
+    SKL_DEVICE uint32 trained_tile() const {
+        return base + Traits::kTrainedRingOffset + trained.stage * Traits::kTrainedBytes;
+    }
+    SKL_DEVICE uint32 zeros() const { return base + Traits::kZerosOffset; }
+    SKL_DEVICE int statistics_offset() const {
+        return Traits::kStatisticsOffset + trained.stage * Traits::kStatisticsBytes;
+    }
+    SKL_DEVICE uint32 own_full() const { return base + kOwnBarriers; }
+    SKL_DEVICE uint32 own_empty() const { return base + kOwnBarriers + 8; }
+
+    // The producer's part: own rows, and a tile each as soon as there is room.
+    SKL_DEVICE void load_rows(const HeadMap& fixed_map, const HeadMap& trained_map, int first_row,
+                              int head_idx, int batch_idx) const {
+        mbarrier_arrive_expect_bytes(own_full(),
+                                     Traits::kFixedRowsBytes + Traits::kTrainedRowsBytes);
+        fixed_map.load<typename Traits::FixedTile, Traits::kBlockRows>(
+            fixed_rows(), first_row, head_idx, batch_idx, own_full());
+        trained_map.load<typename Traits::TrainedTile, Traits::kBlockRows>(
+            trained_rows(), first_row, head_idx, batch_idx, own_full());
+    }
+    SKL_DEVICE void exchange_rows(const HeadMap& fixed_map, int first_row, int head_idx,
+                                  int batch_idx) const {
+        mbarrier_arrive_expect_bytes(own_full(), Traits::kFixedRowsBytes);
+        fixed_map.load<typename Traits::FixedTile, Traits::kBlockRows>(
+            fixed_rows(), first_row, head_idx, batch_idx, own_full());
+    }
+    SKL_DEVICE void load_fixed(const HeadMap& map, int first_row, int head_idx, int batch_idx) {
+        fixed.producer_acquire();
+        fixed.producer_expect(Traits::kFixedBytes);
+        map.load<typename Traits::FixedTile, Traits::kBlockCols>(fixed_tile(), first_row, head_idx,
+                                                                 batch_idx, fixed.full());
+        fixed.advance();
+    }
+    // With the tile come the statistics of its rows, if there are any.
+    SKL_DEVICE void load_trained(const HeadMap& map, int first_row, int head_idx, int batch_idx,
+                                 const float* gStatistics = nullptr, int num_rows = 0) {
+        constexpr int kRowBytes = static_cast<int>(sizeof(WeightedStatistics));
+        trained.producer_acquire();
+        trained.producer_expect(Traits::kTrainedBytes + num_rows * kRowBytes);
+        map.load<typename Traits::TrainedTile, Traits::kBlockCols>(
+            trained_tile(), first_row, head_idx, batch_idx, trained.full());
+        if (num_rows > 0)
+            bulk_load(base + statistics_offset(), gStatistics, num_rows * kRowBytes, trained.full());
+        trained.advance();
+    }
+
+    // Lets go of tiles that the warpgroup has no use for.
+    SKL_DEVICE void skip_tiles(int num_tiles) {
+        for (int i = 0; i < num_tiles; ++i) {
+            fixed.consumer_wait();
+            fixed.consumer_release(lane_id());
+            fixed.advance();
+            trained.consumer_wait();
+            trained.consumer_release(lane_id());
+            trained.advance();
+        }
+    }
+};
+
+// The right operand of the third product: a tile's rows are the 16 columns of dS of a step.
+struct ProductOperand {
+    uint64 descriptor;
+    uint64 step;  // 16 rows of 128 bytes in units of 16 bytes; 0 where one block serves all
+
+    template <int kRows>
+    SKL_DEVICE static ProductOperand tile(uint32 address) {
+        return {panel_descriptor(address, kRows * 128), 128};
+    }
+    // A product with it adds nothing, whatever is finite on the left.
+    SKL_DEVICE static ProductOperand zeros(uint32 address) {
+        return {panel_descriptor(address, 0) & ~(0x3fffull << 32), 0};
+    }
+};
+
+// sum += dS times a tile; asynchronous until wgmma_wait.
+template <class Element, int kHeadDim, int kSteps>
+SKL_DEVICE void add_panels(float (&sum)[2][kHeadDim / 4], const uint32 (&ds)[kSteps][4],
+                           const ProductOperand& operand) {
+    SKL_UNROLL
+    for (int k = 0; k < kSteps; ++k) {
+        Wgmma<Element, kHeadDim, 0, 1>::add(sum, ds[k], operand.descriptor + k * operand.step);
+    }
+}
+
+// The same by mma.sync, each element of the tile that is NaN or Inf taken as zero.
+template <class Element, int kHeadDim, int kSteps>
+SKL_DEVICE void add_scrubbed_panels(float (&sum)[2][kHeadDim / 4], const uint32 (&ds)[kSteps][4],
+                                    uint32 tile) {
+    const int row = lane_id() & 15;
+    SKL_UNROLL
+    for (int k = 0; k < kSteps; ++k) {
+        const uint32 a[1][4] = {{ds[k][0], ds[k][1], ds[k][2], ds[k][3]}};
+        SKL_UNROLL
+        for (int pair = 0; pair < kHeadDim / 16; ++pair) {
+            const int chunk = pair % 4 * 2 + (lane_id() >> 4);
+            uint32 b[4];
+            ldmatrix_x4_trans(b, tile + pair / 4 * kSteps * 16 * 128 + (16 * k + row) * 128 +
+                                     ((chunk ^ (row & 7)) << 4));
+            SKL_UNROLL
+            for (int j = 0; j < 4; ++j) b[j] = finite_or_zero<Element>(b[j]);
+            multiply_step<Element, 1>(sum, a, b, pair);
+        }
+    }
+}
+
+// sum[64 own rows][kTrainedDim] = dS times the trained tiles, over num_tiles tiles.
+//
+// While the matrix units work on S of a tile and then on the third product of the tile before, this
+// warpgroup's logits wait for nothing but their own product: the exponentials run under the third
+// product. Work (the kernel's) knows where the tiles lie and what a dS is:
+//
+//   next(smem)                 the next tile is the one to work on
+//   exchanges_rows()           own rows of the fixed side are others from this tile on
+//   reads_fixed(fixed)         with the trained logits still being made: side 2 only
+//   gradients(fixed, trained)  dS over the fixed logits
+//   is_border()                whether a row may not see all columns, the same for a warpgroup
+//   mask(fixed, trained)       dS of what a row may not see; whether the tile must be scrubbed
+//   factor                     what dS is multiplied by
+template <class Element, class Traits, class Work>
+SKL_DEVICE void sum_gradients(float (&sum)[2][Traits::kTrainedDim / 4], PairSmem<Traits>& smem,
+                              Work& work, int num_tiles) {
+    constexpr int kCols = Traits::kBlockCols, kSide = Traits::kSide, kDim = Traits::kTrainedDim;
+    const int lane = lane_id(), consumer = warp_id() / 4 - 1;
+    typename Traits::FixedRows fixed_rows;
+    typename Traits::TrainedRows trained_rows;
+    uint32 own_phase = 0;
+    mbarrier_wait(smem.own_full(), own_phase);
+    fixed_rows.load(smem.fixed_rows(), 64 * consumer);
+    trained_rows.load(smem.trained_rows(), 64 * consumer);
+
+    float fixed[2][kCols / 4], trained[2][kCols / 4];
+    // Before the first tile dS is zero.
+    uint32 ds[kCols / 16][4] = {};
+    ProductOperand operand = ProductOperand::zeros(smem.zeros());
+    uint32 last_empty = 0;
+    clear(sum);
+    SKL_NO_UNROLL
+    for (int i = 0; i < num_tiles; ++i) {
+        work.next(smem);
+        if (work.exchanges_rows()) {
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(smem.own_empty());
+            mbarrier_wait(smem.own_full(), own_phase ^= 1);
+            fixed_rows.load(smem.fixed_rows(), 64 * consumer);
+        }
+        // S of this tile, then the third product of the last one.
+        smem.fixed.consumer_wait();
+        wgmma_fence();
+        fixed_rows.template multiply<Element, kCols>(fixed, smem.fixed_tile());
+        if (kSide == 2) wgmma_commit();
+        smem.trained.consumer_wait();
+        wgmma_fence();
+        trained_rows.template multiply<Element, kCols>(trained, smem.trained_tile());
+        wgmma_commit();
+        add_panels<Element, kDim>(sum, ds, operand);
+        wgmma_commit();
+
+        // dS of this tile.
+        if constexpr (kSide == 2) {
+            wgmma_wait<2>();
+            pin_all(fixed);
+            work.reads_fixed(fixed);
+            pin_all(fixed);
+        }
+        wgmma_wait<1>();
+        if constexpr (kSide == 1) pin_all(fixed);
+        pin_all(trained);
+        smem.fixed.consumer_release(lane);
+        smem.fixed.advance();
+        work.gradients(fixed, trained);
+        bool leaks = false;
+        if (work.is_border()) {
+            leaks = named_barrier_any<128>(1 + consumer, work.mask(fixed, trained));
+        }
+        pin_all(fixed);  // above the wait
+        wgmma_wait<0>();
+        pin_all(fixed);  // what follows writes registers that the third product reads
+        pin_all(sum);
+        if (i > 0 && lane == 0) mbarrier_arrive(last_empty);
+        if constexpr (kNeedsRunningFactor<Element, kSide>) fit_to_fp16(fixed, sum, work.factor);
+        SKL_UNROLL
+        for (int k = 0; k < kCols / 16; ++k) pack_a<Element>(ds[k], fixed[0], fixed[1], k);
+        operand = ProductOperand::tile<kCols>(smem.trained_tile());
+        if (leaks) {
+            add_scrubbed_panels<Element, kDim>(sum, ds, smem.trained_tile());
+            SKL_UNROLL
+            for (int k = 0; k < kCols / 16; ++k) {
+                SKL_UNROLL
+                for (int j = 0; j < 4; ++j) ds[k][j] = 0;
+            }
+            operand = ProductOperand::zeros(smem.zeros());
+        }
+        last_empty = smem.trained.empty();
+        smem.trained.advance();
+        __syncwarp();
+    }
+    wgmma_fence();
+    add_panels<Element, kDim>(sum, ds, operand);
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin_all(sum);
+    if (num_tiles > 0 && lane == 0) mbarrier_arrive(last_empty);
+}
