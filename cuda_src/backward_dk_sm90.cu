@@ -31,13 +31,12 @@ struct KeyRows {
     const Walk& walk;
     const unsigned char* smem_bytes;
     int first_of_group;
-    QueryTile tile, next_tile;
+    QueryTile tile;
     const WeightedStatistics* statistics;
     float factor;
 
     SKL_DEVICE void next(const PairSmem<Traits>& smem) {
-        tile = next_tile;
-        next_tile = walk.next(tile);
+        tile = walk.next(tile);
         statistics = reinterpret_cast<const WeightedStatistics*>(smem_bytes +
                                                                  smem.statistics_offset());
     }
@@ -94,15 +93,18 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     extern __shared__ __align__(1024) unsigned char smem_bytes[];
     PairSmem<Traits> smem(shared_address(smem_bytes));
 
-    QueryWalk<kSide, Traits::kBlockRows, kBlockQ> walk;
-    walk.start(params, blockIdx.x);
-    const int batch_idx = walk.batch_idx, warpgroup = warp_id() / 4;
+    // In shared memory: the registers belong to the accumulators.
+    using Walk = QueryWalk<kSide, Traits::kBlockRows, kBlockQ>;
+    Walk& walk = *reinterpret_cast<Walk*>(smem_bytes + PairSmem<Traits>::kEnd);
+    if (threadIdx.x == 0) walk.start(params, blockIdx.x);
+    const int warpgroup = warp_id() / 4;
     smem.init();
     __syncthreads();
 
     if (warpgroup == 0) {
         give_registers<Traits::kProducerRegisters>();
         if (threadIdx.x != 0) return;
+        const int batch_idx = walk.batch_idx;
         const auto [fixed_q, fixed_k, trained_q, trained_k] = pair_maps<kSide>(maps, params);
         // 1. The keys.
         smem.load_rows(fixed_k, trained_k, walk.first_key, walk.head_begin, batch_idx);
@@ -132,7 +134,8 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     // 3. and 4. The tiles.
     const int tiles_of_head = ceil_div(walk.query_end - walk.query_begin, kBlockQ);
     KeyRows<Element, Traits> rows{params, walk, smem_bytes, walk.first_key + 64 * (warpgroup - 1)};
-    rows.next_tile = walk.first_tile();
+    rows.tile = walk.first_tile();
+    rows.tile.first_query -= kBlockQ;
     rows.factor = call_factor<Element>(params.max_dkl);
     float dk[2][Traits::kTrainedDim / 4];
     sum_gradients<Element>(dk, smem, rows, (walk.head_end - walk.head_begin) * tiles_of_head);
@@ -142,7 +145,7 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     const float row_factors[2] = {row_factor, row_factor};
     store_gradient<Element>(
         params.dk,
-        batch_idx * params.dk_rows.batch_stride + walk.key_head_idx * params.dk_rows.head_stride,
+        walk.batch_idx * params.dk_rows.batch_stride + walk.key_head_idx * params.dk_rows.head_stride,
         params.dk_rows.row_stride, rows.first_of_group + 16 * (warp_id() % 4),
         params.range.num_keys, kSide == 1 ? params.head_dim1 : params.head_dim2, dk, row_factors);
 }

@@ -85,6 +85,7 @@ struct PairSmem {
     static constexpr int kFixedBarriers = Traits::kBarrierOffset;
     static constexpr int kTrainedBarriers = kFixedBarriers + FixedRing::kBytes;
     static constexpr int kOwnBarriers = kTrainedBarriers + TrainedRing::kBytes;
+    static constexpr int kEnd = kOwnBarriers + 16;
 
     uint32 base;
     FixedRing fixed;
