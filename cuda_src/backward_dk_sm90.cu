@@ -4,8 +4,8 @@
 //   that shares the key head
 //
 // Grid: one block per (batch, key head of side t, block of 64 kNumConsumers keys). Warpgroup 0
-// produces: one thread asks the copy engine for tiles. Each further warpgroup consumes: it owns 64
-// keys.
+// produces: one thread asks the copy engine for tiles, and the second warp copies the statistics of
+// their rows. Each further warpgroup consumes: it owns 64 keys.
 //
 //   1. K1 and K2 are fetched; the first steps of each become operands in registers. A group of heads
 //   may share K_t and not the other: that one is exchanged on the way.
@@ -22,6 +22,37 @@
 #include "params.cuh"
 #include "schedule.cuh"
 
+// The statistics of a tile of queries as the consumers read them: a thread has pairs of neighbouring
+// columns, and what it needs of a pair for one side's exponentials lies together.
+template <int kBlockQ>
+struct PairedStatistics {
+    static constexpr bool kWide = true;
+    static constexpr int kBytes = kBlockQ * static_cast<int>(sizeof(WeightedStatistics));
+    uint32 address;
+
+    SKL_DEVICE uint32 at(int half, int col, int field) const {
+        return kWide ? address + half * (kBlockQ * 8) + col / 2 * 16 + field * 8 + col % 2 * 4
+                     : address + (half * 2 + field) * (kBlockQ * 4) + col * 4;
+    }
+    SKL_DEVICE void store(int col, const WeightedStatistics& row) const {
+        store_shared_32(at(0, col, 0), __float_as_uint(row.exponent1));
+        store_shared_32(at(0, col, 1), __float_as_uint(row.weight1));
+        store_shared_32(at(1, col, 0), __float_as_uint(row.exponent2));
+        store_shared_32(at(1, col, 1), __float_as_uint(row.last));
+    }
+    // exponent1 and weight1 (half 0) or exponent2 and last (half 1) of two columns.
+    SKL_DEVICE void load(float (&exponent)[2], float (&other)[2], int half, int col) const {
+        if constexpr (kWide) {
+            float v[4];
+            load_shared_128(v, at(half, col, 0));
+            exponent[0] = v[0], exponent[1] = v[1], other[0] = v[2], other[1] = v[3];
+        } else {
+            load_shared_64(exponent, at(half, col, 0));
+            load_shared_64(other, at(half, col, 1));
+        }
+    }
+};
+
 // A warpgroup's keys and where it stands among the queries; see sum_gradients.
 template <class Element, class Traits>
 struct KeyRows {
@@ -29,43 +60,53 @@ struct KeyRows {
     using Walk = QueryWalk<kSide, Traits::kBlockRows, kBlockQ>;
     const BackwardParams& params;
     const Walk& walk;
-    const unsigned char* smem_bytes;
     int first_of_group;
     QueryTile tile;
-    const WeightedStatistics* statistics;
-    float factor;
+    PairedStatistics<kBlockQ> statistics;
+    float factor = 1.f;  // besides that of the call, which is in the statistics
 
     SKL_DEVICE void next(const PairSmem<Traits>& smem) {
         tile = walk.next(tile);
-        statistics = reinterpret_cast<const WeightedStatistics*>(smem_bytes +
-                                                                 smem.statistics_offset());
+        statistics.address = smem.statistics();
     }
     SKL_DEVICE bool exchanges_rows() const { return walk.exchanges_keys(params, tile); }
-    SKL_DEVICE WeightedStatistics row(int e) const {
-        return scaled<kSide>(statistics[col_of_element(e)], factor);
-    }
     SKL_DEVICE void reads_fixed(float (&fixed)[2][kBlockQ / 4]) const {
         SKL_UNROLL
-        for (int e = 0; e < kBlockQ / 4; ++e) {
-            const WeightedStatistics row = this->row(e);
+        for (int e = 0; e < kBlockQ / 4; e += 2) {
+            float exponent1[2], weight1[2];
+            statistics.load(exponent1, weight1, 0, col_of_element(e));
             SKL_UNROLL
-            for (int line = 0; line < 2; ++line)
-                fixed[line][e] = weighted_probability1(fixed[line][e], row, params.scale1);
+            for (int i = 0; i < 2; ++i) {
+                const WeightedStatistics row = {exponent1[i], 0.f, weight1[i], 0.f};
+                SKL_UNROLL
+                for (int line = 0; line < 2; ++line) {
+                    float& x = fixed[line][e + i];
+                    x = weighted_probability1(x, row, params.scale1);
+                }
+            }
         }
     }
     SKL_DEVICE void gradients(float (&fixed)[2][kBlockQ / 4],
                               const float (&trained)[2][kBlockQ / 4]) const {
         SKL_UNROLL
-        for (int e = 0; e < kBlockQ / 4; ++e) {
-            const WeightedStatistics row = this->row(e);
+        for (int e = 0; e < kBlockQ / 4; e += 2) {
+            float exponent1[2], weight1[2], exponent2[2], last[2];
+            if (kSide == 1) statistics.load(exponent1, weight1, 0, col_of_element(e));
+            statistics.load(exponent2, last, 1, col_of_element(e));
             SKL_UNROLL
-            for (int line = 0; line < 2; ++line) {
-                const float x = trained[line][e];
-                float& ds = fixed[line][e];
-                if constexpr (kSide == 2) {
-                    ds = weighted_gradient2(ds, x, row, params.scale2);
-                } else {
-                    ds = weighted_gradient<1>(x, ds, row, params.scale1, params.scale2);
+            for (int i = 0; i < 2; ++i) {
+                SKL_UNROLL
+                for (int line = 0; line < 2; ++line) {
+                    const float x = trained[line][e + i];
+                    float& ds = fixed[line][e + i];
+                    if constexpr (kSide == 2) {
+                        const WeightedStatistics row = {0.f, exponent2[i], 0.f, last[i]};
+                        ds = weighted_gradient2(ds, x, row, params.scale2);
+                    } else {
+                        WeightedStatistics row = {exponent1[i], exponent2[i], weight1[i], last[i]};
+                        if (is_same<Element, fp16>) row = times<1>(row, factor);
+                        ds = weighted_gradient<1>(x, ds, row, params.scale1, params.scale2);
+                    }
                 }
             }
         }
@@ -83,6 +124,60 @@ struct KeyRows {
     }
 };
 
+// 1. and 2. Of one thread.
+template <int kSide, class Traits, class Walk>
+SKL_DEVICE void produce(const InputMaps& maps, const BackwardParams& params, PairSmem<Traits>& smem,
+                        const Walk& walk) {
+    const int batch_idx = walk.batch_idx;
+    const auto [fixed_q, fixed_k, trained_q, trained_k] = pair_maps<kSide>(maps, params);
+    smem.load_rows(fixed_k, trained_k, walk.first_key, walk.head_begin, batch_idx);
+    uint32 phase = 0;
+    SKL_NO_UNROLL
+    for (QueryTile tile = walk.first_tile(); !walk.is_past(tile); tile = walk.next(tile)) {
+        const auto [head_idx, first_query] = tile;
+        if (walk.exchanges_keys(params, tile)) {
+            mbarrier_wait(smem.own_empty(), phase);
+            phase ^= 1;
+            smem.exchange_rows(fixed_k, walk.first_key, head_idx, batch_idx);
+        }
+        smem.load_fixed(fixed_q, first_query, head_idx, batch_idx);
+        smem.load_trained(trained_q, first_query, head_idx, batch_idx);
+    }
+}
+
+// 2. Of one warp.
+template <class Element, class Traits, class Walk>
+SKL_DEVICE void produce_statistics(const BackwardParams& params, PairSmem<Traits>& smem,
+                                   const Walk& walk) {
+    constexpr int kSide = Traits::kSide, kBlockQ = Traits::kBlockCols;
+    constexpr int kRows = ceil_div(kBlockQ, 32);
+    const int num_queries = params.range.num_queries;
+    const float factor = call_factor<Element>(params.max_dkl);
+    SKL_NO_UNROLL
+    for (QueryTile tile = walk.first_tile(); !walk.is_past(tile); tile = walk.next(tile)) {
+        const int64 head =
+            (static_cast<int64>(walk.batch_idx) * params.num_heads + tile.head_idx) * num_queries;
+        const auto* rows = reinterpret_cast<const WeightedStatistics*>(params.row_statistics) + head;
+        WeightedStatistics row[kRows];
+        SKL_UNROLL
+        for (int i = 0; i < kRows; ++i) {
+            const int query = tile.first_query + lane_id() + 32 * i;
+            row[i] = query < num_queries ? rows[query] : weighted<kSide>(no_row(), 0.f);
+        }
+        smem.trained.producer_acquire();
+        const PairedStatistics<kBlockQ> statistics{smem.statistics()};
+        SKL_UNROLL
+        for (int i = 0; i < kRows; ++i) {
+            const int col = lane_id() + 32 * i;
+            if (kBlockQ % 32 == 0 || col < kBlockQ)
+                statistics.store(col, times<kSide>(row[i], factor));
+        }
+        __syncwarp();
+        smem.trained.producer_commit(lane_id());
+        smem.trained.advance();
+    }
+}
+
 template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kNumConsumers, int kBlockQ,
           int kFixedStages, int kTrainedStages, int kFixedSteps, int kTrainedSteps>
 __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
@@ -98,50 +193,29 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     Walk& walk = *reinterpret_cast<Walk*>(smem_bytes + PairSmem<Traits>::kEnd);
     if (threadIdx.x == 0) walk.start(params, blockIdx.x);
     const int warpgroup = warp_id() / 4;
-    smem.init();
+    smem.init(2);
     __syncthreads();
 
     if (warpgroup == 0) {
         give_registers<Traits::kProducerRegisters>();
-        if (threadIdx.x != 0) return;
-        const int batch_idx = walk.batch_idx;
-        const auto [fixed_q, fixed_k, trained_q, trained_k] = pair_maps<kSide>(maps, params);
-        // 1. The keys.
-        smem.load_rows(fixed_k, trained_k, walk.first_key, walk.head_begin, batch_idx);
-        // 2. The queries.
-        const int num_queries = params.range.num_queries;
-        uint32 phase = 0;
-        SKL_NO_UNROLL
-        for (QueryTile tile = walk.first_tile(); !walk.is_past(tile); tile = walk.next(tile)) {
-            const auto [head_idx, first_query] = tile;
-            if (walk.exchanges_keys(params, tile)) {
-                mbarrier_wait(smem.own_empty(), phase);
-                phase ^= 1;
-                smem.exchange_rows(fixed_k, walk.first_key, head_idx, batch_idx);
-            }
-            const int64 row =
-                (static_cast<int64>(batch_idx) * params.num_heads + head_idx) * num_queries +
-                first_query;
-            smem.load_fixed(fixed_q, first_query, head_idx, batch_idx);
-            smem.load_trained(trained_q, first_query, head_idx, batch_idx,
-                              params.row_statistics + 4 * row,
-                              min_of(kBlockQ, num_queries - first_query));
-        }
+        if (threadIdx.x == 0) produce<kSide>(maps, params, smem, walk);
+        if (warp_id() == 1)
+            produce_statistics<Element>(params, smem, walk);
         return;
     }
 
     take_registers<Traits::kConsumerRegisters>();
     // 3. and 4. The tiles.
     const int tiles_of_head = ceil_div(walk.query_end - walk.query_begin, kBlockQ);
-    KeyRows<Element, Traits> rows{params, walk, smem_bytes, walk.first_key + 64 * (warpgroup - 1)};
+    KeyRows<Element, Traits> rows{params, walk, walk.first_key + 64 * (warpgroup - 1)};
     rows.tile = walk.first_tile();
     rows.tile.first_query -= kBlockQ;
-    rows.factor = call_factor<Element>(params.max_dkl);
     float dk[2][Traits::kTrainedDim / 4];
     sum_gradients<Element>(dk, smem, rows, (walk.head_end - walk.head_begin) * tiles_of_head);
 
     // 5. The keys' rows.
-    const float row_factor = params.gradient_scale / rows.factor;
+    const float row_factor =
+        params.gradient_scale / (rows.factor * call_factor<Element>(params.max_dkl));
     const float row_factors[2] = {row_factor, row_factor};
     store_gradient<Element>(
         params.dk,

@@ -1,6 +1,6 @@
 // backward_dq_sm90: what backward_dq_sm80 computes, by Hopper's warpgroup products and copy engine.
 //
-//   dq_t,i = scale_t sum_j dkl_i ds_t,ij k_t,j         t = kSide, ds as in gradient.cuh
+//   dq_t,i = scale_t dkl_i sum_j ds_t,ij k_t,j         t = kSide, ds as in gradient.cuh
 //
 // Grid: one block per (batch, head, block of 64 kNumConsumers queries), heavy blocks of a head
 // first. Warpgroup 0 produces: one thread asks the copy engine for tiles. Each further warpgroup
@@ -10,9 +10,9 @@
 //   2. Tiles of K1 and K2 run through a ring each.
 //   3. S of the fixed side, then S of side t, of a tile; behind them in the matrix units dQ += dS K_t
 //   of the tile before.
-//   4. dkl dS of the tile, zero where a row may not see the key, while that product runs. Rounded, it is
+//   4. dS of the tile, zero where a row may not see the key, while that product runs. Rounded, it is
 //   the left operand of the next one without leaving the registers.
-//   5. dQ is scaled by scale_t and written.
+//   5. dQ is scaled by scale_t dkl_i and written.
 #include "backward_warpgroup.cuh"
 #include "gradient.cuh"
 #include "key_range.cuh"
@@ -26,26 +26,33 @@ struct QueryRows {
     int first_row;  // of the warp
     int first_key;
     Interval all;
-    WeightedStatistics statistics[2];
-    float factor;
+    WeightedStatistics statistics[2];  // per weight1
+    float factor = is_same<Element, bf16> ? 1.f : kFp16Limit;  // |ds2| is about 1 at most
 
-    SKL_DEVICE void load(int batch_idx, int head_idx) {
-        const int num_queries = params.range.num_queries;
+    // Of a row of this thread; those that do not exist take no part.
+    SKL_DEVICE WeightedStatistics weighted_row(int line, int batch_idx, int head_idx) const {
+        const int num_queries = params.range.num_queries, query = first_row + row_of_line(line);
         const int64 head =
             (static_cast<int64>(batch_idx) * params.num_heads + head_idx) * num_queries;
         const auto* rows = reinterpret_cast<const WeightedStatistics*>(params.row_statistics) + head;
+        return query < num_queries ? rows[query] : weighted<kSide>(no_row(), 0.f);
+    }
+    SKL_DEVICE void load(int batch_idx, int head_idx) {
         SKL_UNROLL
-        for (int line = 0; line < 2; ++line) {
-            const int query = first_row + row_of_line(line);
-            statistics[line] = query < num_queries ? rows[query] : weighted<kSide>(no_row(), 0.f);
-        }
+        for (int line = 0; line < 2; ++line)
+            statistics[line] = per_weight1<kSide>(weighted_row(line, batch_idx, head_idx));
+    }
+    SKL_DEVICE WeightedStatistics row(int line) const {
+        WeightedStatistics row = statistics[line];
+        row.weight1 = 1.f;  // a constant to the compiler
+        return is_same<Element, bf16> ? row : times<kSide>(row, factor);
     }
     SKL_DEVICE void next(const PairSmem<Traits>&) { first_key += kBlockK; }
     SKL_DEVICE static constexpr bool exchanges_rows() { return false; }
     SKL_DEVICE void reads_fixed(float (&fixed)[2][kBlockK / 4]) const {
         SKL_UNROLL
         for (int line = 0; line < 2; ++line) {
-            const WeightedStatistics row = scaled<kSide>(statistics[line], factor);
+            const WeightedStatistics row = this->row(line);
             SKL_UNROLL
             for (float& x : fixed[line]) x = weighted_probability1(x, row, params.scale1);
         }
@@ -54,7 +61,7 @@ struct QueryRows {
                               const float (&trained)[2][kBlockK / 4]) const {
         SKL_UNROLL
         for (int line = 0; line < 2; ++line) {
-            const WeightedStatistics row = scaled<kSide>(statistics[line], factor);
+            const WeightedStatistics row = this->row(line);
             SKL_UNROLL
             for (int e = 0; e < kBlockK / 4; ++e) {
                 const float x = trained[line][e];
@@ -95,7 +102,7 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     const Interval visible = range.any_of(first_query, first_query + Traits::kBlockRows - 1);
     const int tile_begin = visible.begin / kBlockK, tile_end = ceil_div(visible.end, kBlockK);
     const int warpgroup = warp_id() / 4;
-    smem.init();
+    smem.init(1);
     __syncthreads();
 
     if (warpgroup == 0) {
@@ -124,7 +131,6 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
                                     (group_begin - 1) * kBlockK,
                                     range.all_of(first_of_group, first_of_group + 63)};
     rows.load(batch_idx, head_idx);
-    rows.factor = call_factor<Element>(params.max_dkl);
     float dq[2][Traits::kTrainedDim / 4];
     smem.skip_tiles(group_begin - tile_begin);
     sum_gradients<Element>(dq, smem, rows, group_end - group_begin);
@@ -135,9 +141,10 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     SKL_UNROLL
     for (int line = 0; line < 2; ++line) {
         const int query = rows.first_row + row_of_line(line);
-        // A row without keys has a zero gradient.
+        // A row without keys has a zero gradient, whatever dkl is.
         const bool counts = query < range.num_queries && range.begin(query) < range.end(query);
-        row_factor[line] = counts ? params.gradient_scale / rows.factor : 0.f;
+        const float weight1 = rows.weighted_row(line, batch_idx, head_idx).weight1;
+        row_factor[line] = counts ? weight1 * (params.gradient_scale / rows.factor) : 0.f;
     }
     store_gradient<Element>(
         params.dq, batch_idx * params.dq_rows.batch_stride + head_idx * params.dq_rows.head_stride,

@@ -10,6 +10,7 @@
 #include "params.cuh"
 #include "pipeline.cuh"
 #include "ptx/bulk.cuh"
+#include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
 #include "warpgroup.cuh"
 
@@ -28,8 +29,8 @@ struct PairTraits {
 
     using FixedTile = PanelTile<kFixedDim>;
     using TrainedTile = PanelTile<kTrainedDim>;
-    using FixedRows = PanelRows<kFixedDim, kBlockRows, kFixedSteps>;
-    using TrainedRows = PanelRows<kTrainedDim, kBlockRows, kTrainedSteps>;
+    using FixedRows = PanelMixed<kFixedDim, kFixedSteps, kBlockRows>;
+    using TrainedRows = PanelMixed<kTrainedDim, kTrainedSteps, kBlockRows>;
 
     // Own rows, rings, zeros, the statistics of streamed queries, barriers.
     static constexpr int kFixedRowsBytes = FixedTile::num_bytes(kBlockRows);
@@ -96,10 +97,11 @@ struct PairSmem {
 
     // Called by all threads, before the barrier that begins the work. The first of the barriers of
     // the own rows says that they have landed, the second that those of the fixed side may go.
-    SKL_DEVICE void init() const {
+    SKL_DEVICE void init(int num_trained_producers) const {
         if (threadIdx.x == 0) {
             FixedRing::init(base + kFixedBarriers, 4 * Traits::kNumConsumers);
-            TrainedRing::init(base + kTrainedBarriers, 4 * Traits::kNumConsumers);
+            TrainedRing::init(base + kTrainedBarriers, 4 * Traits::kNumConsumers,
+                              num_trained_producers);
             mbarrier_init(own_full(), 1);
             mbarrier_init(own_empty(), 4 * Traits::kNumConsumers);
             mbarrier_fence_init();
@@ -118,8 +120,8 @@ struct PairSmem {
         return base + Traits::kTrainedRingOffset + trained.stage * Traits::kTrainedBytes;
     }
     SKL_DEVICE uint32 zeros() const { return base + Traits::kZerosOffset; }
-    SKL_DEVICE int statistics_offset() const {
-        return Traits::kStatisticsOffset + trained.stage * Traits::kStatisticsBytes;
+    SKL_DEVICE uint32 statistics() const {
+        return base + Traits::kStatisticsOffset + trained.stage * Traits::kStatisticsBytes;
     }
     SKL_DEVICE uint32 own_full() const { return base + kOwnBarriers; }
     SKL_DEVICE uint32 own_empty() const { return base + kOwnBarriers + 8; }
@@ -147,16 +149,11 @@ struct PairSmem {
                                                                  batch_idx, fixed.full());
         fixed.advance();
     }
-    // With the tile come the statistics of its rows, if there are any.
-    SKL_DEVICE void load_trained(const HeadMap& map, int first_row, int head_idx, int batch_idx,
-                                 const float* gStatistics = nullptr, int num_rows = 0) {
-        constexpr int kRowBytes = static_cast<int>(sizeof(WeightedStatistics));
+    SKL_DEVICE void load_trained(const HeadMap& map, int first_row, int head_idx, int batch_idx) {
         trained.producer_acquire();
-        trained.producer_expect(Traits::kTrainedBytes + num_rows * kRowBytes);
+        trained.producer_expect(Traits::kTrainedBytes);
         map.load<typename Traits::TrainedTile, Traits::kBlockCols>(
             trained_tile(), first_row, head_idx, batch_idx, trained.full());
-        if (num_rows > 0)
-            bulk_load(base + statistics_offset(), gStatistics, num_rows * kRowBytes, trained.full());
         trained.advance();
     }
 
@@ -195,27 +192,6 @@ SKL_DEVICE void add_panels(float (&sum)[2][kHeadDim / 4], const uint32 (&ds)[kSt
     SKL_UNROLL
     for (int k = 0; k < kSteps; ++k) {
         Wgmma<Element, kHeadDim, 0, 1>::add(sum, ds[k], operand.descriptor + k * operand.step);
-    }
-}
-
-// The same by mma.sync, each element of the tile that is NaN or Inf taken as zero.
-template <class Element, int kHeadDim, int kSteps>
-SKL_DEVICE void add_scrubbed_panels(float (&sum)[2][kHeadDim / 4], const uint32 (&ds)[kSteps][4],
-                                    uint32 tile) {
-    const int row = lane_id() & 15;
-    SKL_UNROLL
-    for (int k = 0; k < kSteps; ++k) {
-        const uint32 a[1][4] = {{ds[k][0], ds[k][1], ds[k][2], ds[k][3]}};
-        SKL_UNROLL
-        for (int pair = 0; pair < kHeadDim / 16; ++pair) {
-            const int chunk = pair % 4 * 2 + (lane_id() >> 4);
-            uint32 b[4];
-            ldmatrix_x4_trans(b, tile + pair / 4 * kSteps * 16 * 128 + (16 * k + row) * 128 +
-                                     ((chunk ^ (row & 7)) << 4));
-            SKL_UNROLL
-            for (int j = 0; j < 4; ++j) b[j] = finite_or_zero<Element>(b[j]);
-            multiply_step<Element, 1>(sum, a, b, pair);
-        }
     }
 }
 
@@ -298,9 +274,9 @@ SKL_DEVICE void sum_gradients(float (&sum)[2][Traits::kTrainedDim / 4], PairSmem
         for (int k = 0; k < kCols / 16; ++k) pack_a<Element>(ds[k], fixed[0], fixed[1], k);
         operand = ProductOperand::tile<kCols>(smem.trained_tile());
         if (leaks) {
-            add_scrubbed_panels<Element, kDim>(sum, ds, smem.trained_tile());
             SKL_UNROLL
             for (int k = 0; k < kCols / 16; ++k) {
+                add_scrubbed<Element, kDim>(sum, ds[k], smem.trained_tile(), kCols, 16 * k, 0);
                 SKL_UNROLL
                 for (int j = 0; j < 4; ++j) ds[k][j] = 0;
             }

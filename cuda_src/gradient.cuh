@@ -62,9 +62,17 @@ SKL_HOST_DEVICE WeightedStatistics weighted(const RowStatistics& row, float dkl)
 
 // Of a dkl that is multiplied by a factor.
 template <int kSide>
-SKL_HOST_DEVICE WeightedStatistics scaled(const WeightedStatistics& row, float factor) {
+SKL_HOST_DEVICE WeightedStatistics times(const WeightedStatistics& row, float factor) {
     return {row.exponent1, row.exponent2, row.weight1 * factor,
             kSide == 2 ? row.last * factor : row.last};
+}
+
+// With a weight1 of 1, for sums over a row that weight1 multiplies at their end. Where it is zero
+// any finite statistics will do.
+template <int kSide>
+SKL_HOST_DEVICE WeightedStatistics per_weight1(const WeightedStatistics& row) {
+    const float ratio = row.weight1 == 0.f ? 1.f : row.last / row.weight1;
+    return {row.exponent1, row.exponent2, 1.f, kSide == 2 ? ratio : row.last};
 }
 
 // dkl P1, in units of 1 (side 2) or 1 / ln 2 (side 1).

@@ -128,43 +128,6 @@ SKL_DEVICE void multiply_panels(float (&s)[2][kCols / 4], const Queries& queries
     }
 }
 
-// The rows of a warpgroup as left operands in both ways: the first kSteps steps of 16 columns kept
-// in registers, the others read from a tile of kTileRows rows.
-template <int kHeadDim, int kTileRows, int kSteps>
-struct PanelRows {
-    static_assert(kSteps <= kHeadDim / 16, "there are no more steps");
-    uint32 a[max_of(kSteps, 1)][4];
-    uint64 descriptor;
-
-    SKL_DEVICE void load(uint32 tile, int first_row) {
-        descriptor = panel_descriptor(tile + first_row * 128);
-        const int row = first_row + 16 * (warp_id() % 4) + (lane_id() & 15);
-        SKL_UNROLL
-        for (int k = 0; k < kSteps; ++k) {
-            const int chunk = k % 4 * 2 + (lane_id() >> 4);
-            ldmatrix_x4(a[k],
-                        tile + k / 4 * kTileRows * 128 + row * 128 + ((chunk ^ (row & 7)) << 4));
-        }
-    }
-
-    // S = these rows times the kCols rows of a tile; asynchronous until wgmma_wait.
-    template <class Element, int kCols>
-    SKL_DEVICE void multiply(float (&s)[2][kCols / 4], uint32 tile) const {
-        using Product = Wgmma<Element, kCols>;
-        const uint64 columns = panel_descriptor(tile);
-        SKL_UNROLL
-        for (int k = 0; k < kHeadDim / 16; ++k) {
-            const uint64 b = columns + panel_step(k, kCols);
-            if (k < kSteps) {
-                k == 0 ? Product::start(s, a[k], b) : Product::add(s, a[k], b);
-            } else {
-                const uint64 in_tile = descriptor + panel_step(k, kTileRows);
-                k == 0 ? Product::start(s, in_tile, b) : Product::add(s, in_tile, b);
-            }
-        }
-    }
-};
-
 template <int kLines, int kElements>
 SKL_DEVICE void pin_all(float (&values)[kLines][kElements]) {
     SKL_UNROLL
