@@ -7,8 +7,8 @@
 // produces: one thread asks the copy engine for tiles, and the second warp copies the statistics of
 // their rows. Each further warpgroup consumes: it owns 64 keys.
 //
-//   1. K1 and K2 are fetched; the first steps of each become operands in registers. A group of heads
-//   may share K_t and not the other: that one is exchanged on the way.
+//   1. K1 and K2 are fetched; the first steps of each become operands in registers. A group of
+//   heads may share K_t and not the other: that one is exchanged on the way.
 //   2. Tiles of Q1 and Q2 run through a ring each, head after head; with those of side t the
 //   statistics of their rows.
 //   3. S^T of the fixed side, then S^T of side t, of a tile; behind them in the matrix units
@@ -22,8 +22,8 @@
 #include "params.cuh"
 #include "schedule.cuh"
 
-// The statistics of a tile of queries as the consumers read them: a thread has pairs of neighbouring
-// columns, and what it needs of a pair for one side's exponentials lies together.
+// The statistics of a tile of queries as the consumers read them: a thread has pairs of
+// neighbouring columns, and what it needs of a pair for one side's exponentials lies together.
 template <int kBlockQ>
 struct PairedStatistics {
     static constexpr bool kWide = true;
@@ -157,7 +157,8 @@ SKL_DEVICE void produce_statistics(const BackwardParams& params, PairSmem<Traits
     for (QueryTile tile = walk.first_tile(); !walk.is_past(tile); tile = walk.next(tile)) {
         const int64 head =
             (static_cast<int64>(walk.batch_idx) * params.num_heads + tile.head_idx) * num_queries;
-        const auto* rows = reinterpret_cast<const WeightedStatistics*>(params.row_statistics) + head;
+        const auto* rows =
+            reinterpret_cast<const WeightedStatistics*>(params.row_statistics) + head;
         WeightedStatistics row[kRows];
         SKL_UNROLL
         for (int i = 0; i < kRows; ++i) {
@@ -190,7 +191,8 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
 
     // In shared memory: the registers belong to the accumulators.
     using Walk = QueryWalk<kSide, Traits::kBlockRows, kBlockQ>;
-    Walk& walk = *reinterpret_cast<Walk*>(smem_bytes + PairSmem<Traits>::kEnd);
+    static_assert(sizeof(Walk) <= Traits::kWalkBytes, "the walk fits its place");
+    Walk& walk = *reinterpret_cast<Walk*>(smem_bytes + Traits::kWalkOffset);
     if (threadIdx.x == 0) walk.start(params, blockIdx.x);
     const int warpgroup = warp_id() / 4;
     smem.init(2);
@@ -199,8 +201,7 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     if (warpgroup == 0) {
         give_registers<Traits::kProducerRegisters>();
         if (threadIdx.x == 0) produce<kSide>(maps, params, smem, walk);
-        if (warp_id() == 1)
-            produce_statistics<Element>(params, smem, walk);
+        if (warp_id() == 1) produce_statistics<Element>(params, smem, walk);
         return;
     }
 
@@ -217,9 +218,10 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     const float row_factor =
         params.gradient_scale / (rows.factor * call_factor<Element>(params.max_dkl));
     const float row_factors[2] = {row_factor, row_factor};
-    store_gradient<Element>(
-        params.dk,
-        walk.batch_idx * params.dk_rows.batch_stride + walk.key_head_idx * params.dk_rows.head_stride,
-        params.dk_rows.row_stride, rows.first_of_group + 16 * (warp_id() % 4),
-        params.range.num_keys, kSide == 1 ? params.head_dim1 : params.head_dim2, dk, row_factors);
+    store_gradient<Element>(params.dk,
+                            walk.batch_idx * params.dk_rows.batch_stride +
+                                walk.key_head_idx * params.dk_rows.head_stride,
+                            params.dk_rows.row_stride, rows.first_of_group + 16 * (warp_id() % 4),
+                            params.range.num_keys, kSide == 1 ? params.head_dim1 : params.head_dim2,
+                            dk, row_factors);
 }

@@ -8,10 +8,10 @@
 //
 //   1. Q1 and Q2 are fetched; the first steps of each become operands in registers.
 //   2. Tiles of K1 and K2 run through a ring each.
-//   3. S of the fixed side, then S of side t, of a tile; behind them in the matrix units dQ += dS K_t
-//   of the tile before.
-//   4. dS of the tile, zero where a row may not see the key, while that product runs. Rounded, it is
-//   the left operand of the next one without leaving the registers.
+//   3. S of the fixed side, then S of side t, of a tile; behind them in the matrix units dQ += dS
+//   K_t of the tile before.
+//   4. dS of the tile, zero where a row may not see the key, while that product runs. Rounded, it
+//   is the left operand of the next one without leaving the registers.
 //   5. dQ is scaled by scale_t dkl_i and written.
 #include "backward_warpgroup.cuh"
 #include "gradient.cuh"
@@ -26,7 +26,7 @@ struct QueryRows {
     int first_row;  // of the warp
     int first_key;
     Interval all;
-    WeightedStatistics statistics[2];  // per weight1
+    WeightedStatistics statistics[2];                          // per weight1
     float factor = is_same<Element, bf16> ? 1.f : kFp16Limit;  // |ds2| is about 1 at most
 
     // Of a row of this thread; those that do not exist take no part.
@@ -34,7 +34,8 @@ struct QueryRows {
         const int num_queries = params.range.num_queries, query = first_row + row_of_line(line);
         const int64 head =
             (static_cast<int64>(batch_idx) * params.num_heads + head_idx) * num_queries;
-        const auto* rows = reinterpret_cast<const WeightedStatistics*>(params.row_statistics) + head;
+        const auto* rows =
+            reinterpret_cast<const WeightedStatistics*>(params.row_statistics) + head;
         return query < num_queries ? rows[query] : weighted<kSide>(no_row(), 0.f);
     }
     SKL_DEVICE void load(int batch_idx, int head_idx) {

@@ -32,19 +32,27 @@ struct PairTraits {
     using FixedRows = PanelMixed<kFixedDim, kFixedSteps, kBlockRows>;
     using TrainedRows = PanelMixed<kTrainedDim, kTrainedSteps, kBlockRows>;
 
-    // Own rows, rings, zeros, the statistics of streamed queries, barriers.
+    // Own rows, rings, zeros, the statistics of streamed queries, barriers, the walk over queries.
+    // Everything that the swizzle permutes lies at multiples of 1024.
     static constexpr int kFixedRowsBytes = FixedTile::num_bytes(kBlockRows);
     static constexpr int kTrainedRowsBytes = TrainedTile::num_bytes(kBlockRows);
     static constexpr int kFixedBytes = FixedTile::num_bytes(kBlockCols);
     static constexpr int kTrainedBytes = TrainedTile::num_bytes(kBlockCols);
     static constexpr int kStatisticsBytes =
         kStreamsQueries ? kBlockCols * static_cast<int>(sizeof(WeightedStatistics)) : 0;
-    static constexpr int kFixedRingOffset = kFixedRowsBytes + kTrainedRowsBytes;
+    static constexpr int kTrainedRowsOffset = kFixedRowsBytes;
+    static constexpr int kFixedRingOffset = kTrainedRowsOffset + kTrainedRowsBytes;
     static constexpr int kTrainedRingOffset = kFixedRingOffset + kFixedStages * kFixedBytes;
     static constexpr int kZerosOffset = kTrainedRingOffset + kTrainedStages * kTrainedBytes;
     static constexpr int kZerosBytes = 1024;
     static constexpr int kStatisticsOffset = kZerosOffset + kZerosBytes;
-    static constexpr int kBarrierOffset = kStatisticsOffset + kTrainedStages * kStatisticsBytes;
+    static constexpr int kFixedBarriers = kStatisticsOffset + kTrainedStages * kStatisticsBytes;
+    static constexpr int kTrainedBarriers = kFixedBarriers + Ring<kFixedStages>::kBytes;
+    static constexpr int kOwnFull = kTrainedBarriers + Ring<kTrainedStages>::kBytes;
+    static constexpr int kOwnEmpty = kOwnFull + 8;
+    static constexpr int kWalkOffset = kOwnEmpty + 8;
+    static constexpr int kWalkBytes = kStreamsQueries ? 32 : 0;
+    static constexpr int kSmemBytes = kWalkOffset + kWalkBytes;
 
     // Registers move from the producer to the consumers; the sum may not pass the file's 64 K.
     static constexpr int kProducerRegisters = kNumConsumers == 3 ? 32 : 24;
@@ -83,24 +91,22 @@ template <class Traits>
 struct PairSmem {
     using FixedRing = Ring<Traits::kFixedStages>;
     using TrainedRing = Ring<Traits::kTrainedStages>;
-    static constexpr int kFixedBarriers = Traits::kBarrierOffset;
-    static constexpr int kTrainedBarriers = kFixedBarriers + FixedRing::kBytes;
-    static constexpr int kOwnBarriers = kTrainedBarriers + TrainedRing::kBytes;
-    static constexpr int kEnd = kOwnBarriers + 16;
 
     uint32 base;
     FixedRing fixed;
     TrainedRing trained;
 
     SKL_DEVICE explicit PairSmem(uint32 base)
-        : base(base), fixed(base + kFixedBarriers), trained(base + kTrainedBarriers) {}
+        : base(base),
+          fixed(base + Traits::kFixedBarriers),
+          trained(base + Traits::kTrainedBarriers) {}
 
     // Called by all threads, before the barrier that begins the work. The first of the barriers of
     // the own rows says that they have landed, the second that those of the fixed side may go.
     SKL_DEVICE void init(int num_trained_producers) const {
         if (threadIdx.x == 0) {
-            FixedRing::init(base + kFixedBarriers, 4 * Traits::kNumConsumers);
-            TrainedRing::init(base + kTrainedBarriers, 4 * Traits::kNumConsumers,
+            FixedRing::init(base + Traits::kFixedBarriers, 4 * Traits::kNumConsumers);
+            TrainedRing::init(base + Traits::kTrainedBarriers, 4 * Traits::kNumConsumers,
                               num_trained_producers);
             mbarrier_init(own_full(), 1);
             mbarrier_init(own_empty(), 4 * Traits::kNumConsumers);
@@ -112,7 +118,7 @@ struct PairSmem {
         }
     }
     SKL_DEVICE uint32 fixed_rows() const { return base; }
-    SKL_DEVICE uint32 trained_rows() const { return base + Traits::kFixedRowsBytes; }
+    SKL_DEVICE uint32 trained_rows() const { return base + Traits::kTrainedRowsOffset; }
     SKL_DEVICE uint32 fixed_tile() const {
         return base + Traits::kFixedRingOffset + fixed.stage * Traits::kFixedBytes;
     }
@@ -123,8 +129,8 @@ struct PairSmem {
     SKL_DEVICE uint32 statistics() const {
         return base + Traits::kStatisticsOffset + trained.stage * Traits::kStatisticsBytes;
     }
-    SKL_DEVICE uint32 own_full() const { return base + kOwnBarriers; }
-    SKL_DEVICE uint32 own_empty() const { return base + kOwnBarriers + 8; }
+    SKL_DEVICE uint32 own_full() const { return base + Traits::kOwnFull; }
+    SKL_DEVICE uint32 own_empty() const { return base + Traits::kOwnEmpty; }
 
     // The producer's part: own rows, and a tile each as soon as there is room.
     SKL_DEVICE void load_rows(const HeadMap& fixed_map, const HeadMap& trained_map, int first_row,

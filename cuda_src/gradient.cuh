@@ -172,9 +172,9 @@ SKL_DEVICE uint32 finite_or_zero(uint32 packed) {
     return packed;
 }
 
-// Zeroes dS where the row may not see the key. A key's own NaN or Inf must stay in the rows that see
-// it: those are marked with NaN here, and what the product reads of the key must be scrubbed if this
-// returns true. trained are the logits of the side that gets gradients.
+// Zeroes dS where the row may not see the key. A key's own NaN or Inf must stay in the rows that
+// see it: those are marked with NaN here, and what the product reads of the key must be scrubbed if
+// this returns true. trained are the logits of the side that gets gradients.
 template <int kLines, int kElements>
 SKL_DEVICE bool mask_gradients(float (&ds)[kLines][kElements],
                                const float (&trained)[kLines][kElements], const KeyRange& range,

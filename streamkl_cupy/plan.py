@@ -61,6 +61,8 @@ BACKWARD_KERNELS = (
     "backward_dq_sm80",
     "backward_dk_sm80",
     "backward_fused_sm90",
+    "backward_dq_sm90",
+    "backward_dk_sm90",
 )
 
 
@@ -227,6 +229,9 @@ FUSED_ROWS_BYTES = FUSED_BLOCK_Q * ROW_STATISTICS_BYTES
 # Its dQ on the way to global memory: four warps, buffers of 16 rows and 32 columns.
 FUSED_SUM_BYTES = 4 * 3 * 16 * 32 * FLOAT_BYTES
 MOST_BARRIER_BYTES = 256
+# What the separate kernels multiply by instead of a tile, and the walk of a block of keys.
+PAIR_ZEROS_BYTES = 1024
+PAIR_WALK_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +272,47 @@ class BackwardWarpgroupTile:
             + FUSED_SUM_BYTES
             + MOST_BARRIER_BYTES
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PairWarpgroupTile:
+    """How a block of ``backward_dq_sm90`` or ``backward_dk_sm90`` is cut: template arguments by
+    the names they have there.
+
+    ``num_consumers`` warpgroups of 64 stationary rows; ``block_cols`` streamed rows in a tile, and
+    stages of such tiles of the fixed side and of the side that gets gradients; of each side's
+    stationary operand, steps of 16 columns that live in registers.
+    """
+
+    num_consumers: int
+    block_cols: int
+    fixed_stages: int
+    trained_stages: int
+    fixed_steps: int
+    trained_steps: int
+
+    @property
+    def stationary_rows(self) -> int:
+        return 64 * self.num_consumers
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.num_consumers + 1)
+
+    def boxes(self, kernel: str) -> tuple[int, int]:
+        rows, cols = self.stationary_rows, self.block_cols
+        return (rows, cols) if kernel == "backward_dq_sm90" else (cols, rows)
+
+    def shared_memory(self, kernel: str, fixed: int, trained: int) -> int:
+        """Of bytes, for the head dimensions of the fixed side and of the other one."""
+        fixed_row, trained_row = _panel_row_bytes(fixed), _panel_row_bytes(trained)
+        tiles = self.fixed_stages * fixed_row + self.trained_stages * trained_row
+        total = self.stationary_rows * (fixed_row + trained_row) + self.block_cols * tiles
+        total += PAIR_ZEROS_BYTES + 16 * (self.fixed_stages + self.trained_stages + 1)
+        if kernel == "backward_dk_sm90":
+            statistics = self.block_cols * ROW_STATISTICS_BYTES
+            total += self.trained_stages * statistics + PAIR_WALK_BYTES
+        return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +379,7 @@ class _Override:
     forward_kernel: str | None = None
     forward_tile: ForwardTile | WarpgroupTile | None = None
     backward_kernel: str | None = None
-    backward_tile: BackwardTile | BackwardWarpgroupTile | None = None
+    backward_tile: BackwardTile | BackwardWarpgroupTile | PairWarpgroupTile | None = None
 
 
 _NO_OVERRIDE = _Override()
@@ -355,8 +401,8 @@ def override(**choices: Any) -> Iterator[None]:
         Of the kernel whose tile it is.
     backward_kernel : str
         Any kernel of the generation to use, as in ``STREAMKL_FORCE``.
-    backward_tile : BackwardTile or BackwardWarpgroupTile
-        Of the generation whose tile it is.
+    backward_tile : BackwardTile, BackwardWarpgroupTile or PairWarpgroupTile
+        Of the generation whose tile it is; Hopper's fused and separate kernels have their own.
 
     Examples
     --------
@@ -713,13 +759,18 @@ def _side(
         name = backward_kernel(job, problem, device, side, force, choice)
         tile = choice.backward_tile
         boxes = None
-        if name.endswith("sm90"):
-            if not isinstance(tile, BackwardWarpgroupTile):
-                tile = backward_warpgroup_tile(name, dim1, dim2, side, device)
+        if name in PAIR_KERNELS:
+            if not isinstance(tile, PairWarpgroupTile):
+                tile = pair_warpgroup_tile(name, dim1, dim2, side, device)
             assert tile is not None
-            template = backward_warpgroup_template(
-                name, problem.dtype, side, dim1, dim2, tile, has_dk
-            )
+            template = pair_warpgroup_template(name, problem.dtype, side, dim1, dim2, tile)
+            fixed = dim2 if side == 1 else dim1
+            boxes, smem = tile.boxes(name), tile.shared_memory(name, fixed, trained)
+        elif name == "backward_fused_sm90":
+            if not isinstance(tile, BackwardWarpgroupTile):
+                tile = backward_warpgroup_tile(dim1, dim2, side, device)
+            assert tile is not None
+            template = backward_warpgroup_template(problem.dtype, side, dim1, dim2, tile, has_dk)
             boxes, smem = tile.boxes, tile.shared_memory(dim1, dim2)
         else:
             if not isinstance(tile, BackwardTile):
@@ -766,22 +817,21 @@ def backward_kernel(
     force: str | None = None,
     choice: _Override = _NO_OVERRIDE,
 ) -> str:
-    """The kernel of a job, ``fused``, ``dq`` or ``dk``: Hopper's where there is one that can run.
+    """The kernel of a job, ``fused``, ``dq`` or ``dk``: Hopper's where it can run.
 
     Its rule is `why_not_sm90`, at least one query, and a tile of the head dimensions that fits.
     """
     portable, hopper = f"backward_{job}_sm80", f"backward_{job}_sm90"
     asked = force or choice.backward_kernel
     if choice.backward_tile is not None:
-        is_wide = isinstance(choice.backward_tile, BackwardWarpgroupTile)
-        asked = hopper if is_wide else portable
-    if hopper not in BACKWARD_KERNELS or (asked is not None and asked.endswith("sm80")):
+        asked = portable if isinstance(choice.backward_tile, BackwardTile) else hopper
+    if asked is not None and asked.endswith("sm80"):
         return portable
     reason = why_not_sm90(problem, device)
     if not reason and problem.num_queries == 0:
         reason = "expected at least one query"
     dim1, dim2 = bucket(problem.head_dim1), bucket(problem.head_dim2)
-    if not reason and backward_warpgroup_tile(hopper, dim1, dim2, side, device) is None:
+    if not reason and not has_hopper_tile(hopper, dim1, dim2, side, device):
         reason = f"expected head dimensions whose tile fits; got {dim1} and {dim2}"
     if reason and asked == hopper:
         raise PlanError(f"{hopper}: {reason}. Unset STREAMKL_FORCE to let the plan choose")
@@ -797,7 +847,8 @@ def use_fused(
 ) -> bool:
     """Whether the fused kernel takes the place of the separate ones.
 
-    Where both gradients are wanted it does four products instead of six and wins whenever its
+    Where both gradients are wanted it does four products instead of six and wins, unless Hopper's
+    kernels would have to make way for the portable one, whenever its
     blocks of keys fill the card. Where only dQ is wanted it wins only if there are too few blocks
     of queries to fill the card.
     """
@@ -805,6 +856,8 @@ def use_fused(
         return False
     if strategy == "fused" and dk is not None:
         return True
+    if fused.boxes is None and any(step is not None and step.boxes for step in (dq, dk)):
+        return False
     fills = fused.grid >= device.num_sms
     if dk is not None:
         return fills
@@ -841,19 +894,24 @@ def backward_tiles(kernel: str, dim1: int, dim2: int, side: int) -> tuple[Backwa
     )
 
 
+def has_hopper_tile(kernel: str, dim1: int, dim2: int, side: int, device: DeviceFacts) -> bool:
+    """Whether a Hopper kernel has a tile for a pair of buckets."""
+    if kernel == "backward_fused_sm90":
+        return backward_warpgroup_tile(dim1, dim2, side, device) is not None
+    return pair_warpgroup_tile(kernel, dim1, dim2, side, device) is not None
+
+
 def backward_warpgroup_tile(
-    kernel: str, dim1: int, dim2: int, side: int, device: DeviceFacts
+    dim1: int, dim2: int, side: int, device: DeviceFacts
 ) -> BackwardWarpgroupTile | None:
-    """Choose the tile of a Hopper kernel; None if there is none for these head dimensions."""
-    for tile in backward_warpgroup_tiles(kernel, dim1, dim2, side):
+    """Choose the tile of ``backward_fused_sm90``; None if there is none for these dimensions."""
+    for tile in backward_warpgroup_tiles(dim1, dim2, side):
         if tile.shared_memory(dim1, dim2) <= device.shared_memory_per_block:
             return tile
     return None
 
 
-def backward_warpgroup_tiles(
-    kernel: str, dim1: int, dim2: int, side: int
-) -> Iterator[BackwardWarpgroupTile]:
+def backward_warpgroup_tiles(dim1: int, dim2: int, side: int) -> Iterator[BackwardWarpgroupTile]:
     """Tiles for a pair of buckets, the fastest first.
 
     Accumulators of more than 128 columns leave no registers for the logits: there the fused kernel
@@ -868,7 +926,6 @@ def backward_warpgroup_tiles(
 
 
 def backward_warpgroup_template(
-    kernel: str,
     dtype: str,
     side: int,
     dim1: int,
@@ -876,7 +933,7 @@ def backward_warpgroup_template(
     tile: BackwardWarpgroupTile,
     has_dk: bool = True,
 ) -> Template:
-    """Template arguments of a Hopper backward kernel."""
+    """Template arguments of ``backward_fused_sm90``."""
     return (
         ("Element", ELEMENTS[dtype]),
         ("kSide", side),
@@ -887,6 +944,62 @@ def backward_warpgroup_template(
         ("kNumBuffers", tile.num_buffers),
         ("kRegisterSteps", tile.register_steps),
         ("kHasDk", has_dk),
+    )
+
+
+# Hopper's kernels that have a fixed order of sums.
+PAIR_KERNELS = ("backward_dq_sm90", "backward_dk_sm90")
+# A consumer's registers, and what it needs of them besides tiles and sums.
+CONSUMER_REGISTERS = 240
+SPARE_REGISTERS = {"backward_dq_sm90": 32, "backward_dk_sm90": 44}
+
+
+def pair_warpgroup_tile(
+    kernel: str, dim1: int, dim2: int, side: int, device: DeviceFacts
+) -> PairWarpgroupTile | None:
+    """Choose the tile of a separate Hopper kernel; None if none fits the card."""
+    fixed, trained = (dim2, dim1) if side == 1 else (dim1, dim2)
+    for tile in pair_warpgroup_tiles(kernel, fixed, trained):
+        if tile.shared_memory(kernel, fixed, trained) <= device.shared_memory_per_block:
+            return tile
+    return None
+
+
+def pair_warpgroup_tiles(kernel: str, fixed: int, trained: int) -> Iterator[PairWarpgroupTile]:
+    """Tiles for the buckets of the two sides, the fastest first.
+
+    Two consumers; the widest tiles whose logits and gradients leave room for the sums, as many
+    stages as fit, and the rest of the registers for the stationary operands.
+    """
+    registers = CONSUMER_REGISTERS - SPARE_REGISTERS[kernel]
+    for block_cols in (64, 48, 32):
+        left = registers - trained // 2 - block_cols - block_cols // 4
+        if left < 0:
+            continue
+        fixed_steps = min(left // 4, fixed // 16)
+        trained_steps = min(left // 4 - fixed_steps, trained // 16)
+        for fixed_stages, trained_stages in ((4, 4), (3, 4), (3, 3), (2, 3)):
+            yield PairWarpgroupTile(
+                2, block_cols, fixed_stages, trained_stages, fixed_steps, trained_steps
+            )
+
+
+def pair_warpgroup_template(
+    kernel: str, dtype: str, side: int, dim1: int, dim2: int, tile: PairWarpgroupTile
+) -> Template:
+    """Template arguments of a separate Hopper kernel."""
+    streamed = "K" if kernel == "backward_dq_sm90" else "Q"
+    return (
+        ("Element", ELEMENTS[dtype]),
+        ("kSide", side),
+        ("kHeadDim1", dim1),
+        ("kHeadDim2", dim2),
+        ("kNumConsumers", tile.num_consumers),
+        (f"kBlock{streamed}", tile.block_cols),
+        ("kFixedStages", tile.fixed_stages),
+        ("kTrainedStages", tile.trained_stages),
+        ("kFixedSteps", tile.fixed_steps),
+        ("kTrainedSteps", tile.trained_steps),
     )
 
 
@@ -1006,12 +1119,21 @@ def _specialisations(
                             template = backward_template(
                                 kernel, dtype, side, dim1, dim2, cut, aligned, has_dk
                             )
+                        elif arch != "sm_90a":
+                            continue
+                        elif kernel in PAIR_KERNELS:
+                            pair = pair_warpgroup_tile(kernel, dim1, dim2, side, device)
+                            if pair is None:
+                                continue
+                            template = pair_warpgroup_template(
+                                kernel, dtype, side, dim1, dim2, pair
+                            )
                         else:
-                            fit = backward_warpgroup_tile(kernel, dim1, dim2, side, device)
-                            if fit is None or arch != "sm_90a":
+                            fit = backward_warpgroup_tile(dim1, dim2, side, device)
+                            if fit is None:
                                 continue
                             template = backward_warpgroup_template(
-                                kernel, dtype, side, dim1, dim2, fit, has_dk
+                                dtype, side, dim1, dim2, fit, has_dk
                             )
                         found[kernel, template] = None
     return tuple(found)
