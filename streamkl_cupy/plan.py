@@ -951,7 +951,7 @@ def backward_warpgroup_template(
 PAIR_KERNELS = ("backward_dq_sm90", "backward_dk_sm90")
 # A consumer's registers, and what it needs of them besides tiles and sums.
 CONSUMER_REGISTERS = 240
-SPARE_REGISTERS = {"backward_dq_sm90": 32, "backward_dk_sm90": 44}
+SPARE_REGISTERS = {"backward_dq_sm90": 32, "backward_dk_sm90": 48}
 
 
 def pair_warpgroup_tile(
