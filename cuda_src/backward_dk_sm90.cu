@@ -61,15 +61,18 @@ struct KeyRows {
     const BackwardParams& params;
     const Walk& walk;
     int first_of_group;
-    QueryTile tile;
-    PairedStatistics<kBlockQ> statistics;
+    int head_idx, first_query, query_end;
+    PairedStatistics<kBlockQ> statistics{0};
     float factor = 1.f;  // besides that of the call, which is in the statistics
 
-    SKL_DEVICE void next(const PairSmem<Traits>& smem) {
-        tile = walk.next(tile);
+    SKL_DEVICE bool next(const PairSmem<Traits>& smem) {
         statistics.address = smem.statistics();
+        first_query += kBlockQ;
+        if (first_query < query_end) return false;
+        first_query = walk.query_begin;
+        ++head_idx;
+        return walk.exchanges_keys(params, {head_idx, first_query});
     }
-    SKL_DEVICE bool exchanges_rows() const { return walk.exchanges_keys(params, tile); }
     SKL_DEVICE void reads_fixed(float (&fixed)[2][kBlockQ / 4]) const {
         SKL_UNROLL
         for (int e = 0; e < kBlockQ / 4; e += 2) {
@@ -112,36 +115,39 @@ struct KeyRows {
         }
     }
     SKL_DEVICE bool is_border() const {
-        const int last = tile.first_query + kBlockQ - 1;
-        const Interval all = params.range.all_of(tile.first_query, last);
+        const int last = first_query + kBlockQ - 1;
+        const Interval all = params.range.all_of(first_query, last);
         return first_of_group < all.begin || first_of_group + 64 > all.end ||
                last >= params.range.num_queries;
     }
     SKL_DEVICE bool mask(float (&ds)[2][kBlockQ / 4],
                          const float (&trained)[2][kBlockQ / 4]) const {
         return mask_transposed(ds, trained, params.range, first_of_group + 16 * (warp_id() % 4),
-                               tile.first_query);
+                               first_query);
     }
 };
 
 // 1. and 2. Of one thread.
-template <int kSide, class Traits, class Walk>
+template <class Traits, class Walk>
 SKL_DEVICE void produce(const InputMaps& maps, const BackwardParams& params, PairSmem<Traits>& smem,
                         const Walk& walk) {
-    const int batch_idx = walk.batch_idx;
-    const auto [fixed_q, fixed_k, trained_q, trained_k] = pair_maps<kSide>(maps, params);
-    smem.load_rows(fixed_k, trained_k, walk.first_key, walk.head_begin, batch_idx);
+    constexpr int kSide = Traits::kSide, kFixed = 3 - kSide;
+    const int batch_idx = walk.batch_idx, query_end = walk.query_end;
+    smem.load_rows(key_map<kFixed>(maps, params, walk.head_begin, batch_idx),
+                   key_map<kSide>(maps, params, walk.head_begin, batch_idx), walk.first_key);
     uint32 phase = 0;
     SKL_NO_UNROLL
-    for (QueryTile tile = walk.first_tile(); !walk.is_past(tile); tile = walk.next(tile)) {
-        const auto [head_idx, first_query] = tile;
-        if (walk.exchanges_keys(params, tile)) {
+    for (int head_idx = walk.head_begin; head_idx < walk.head_end; ++head_idx) {
+        if (walk.exchanges_keys(params, {head_idx, walk.query_begin})) {
             mbarrier_wait(smem.own_empty(), phase);
             phase ^= 1;
-            smem.exchange_rows(fixed_k, walk.first_key, head_idx, batch_idx);
+            smem.exchange_rows(key_map<kFixed>(maps, params, head_idx, batch_idx), walk.first_key);
         }
-        smem.load_fixed(fixed_q, first_query, head_idx, batch_idx);
-        smem.load_trained(trained_q, first_query, head_idx, batch_idx);
+        const HeadMap fixed_queries = query_map<kFixed>(maps, params, head_idx, batch_idx);
+        const HeadMap trained_queries = query_map<kSide>(maps, params, head_idx, batch_idx);
+        SKL_NO_UNROLL
+        for (int first = walk.query_begin; first < query_end; first += Traits::kBlockCols)
+            smem.load_tiles(fixed_queries, trained_queries, first);
     }
 }
 
@@ -151,31 +157,33 @@ SKL_DEVICE void produce_statistics(const BackwardParams& params, PairSmem<Traits
                                    const Walk& walk) {
     constexpr int kSide = Traits::kSide, kBlockQ = Traits::kBlockCols;
     constexpr int kRows = ceil_div(kBlockQ, 32);
-    const int num_queries = params.range.num_queries;
+    const int num_queries = params.range.num_queries, query_end = walk.query_end;
     const float factor = call_factor<Element>(params.max_dkl);
     SKL_NO_UNROLL
-    for (QueryTile tile = walk.first_tile(); !walk.is_past(tile); tile = walk.next(tile)) {
-        const int64 head =
-            (static_cast<int64>(walk.batch_idx) * params.num_heads + tile.head_idx) * num_queries;
+    for (int head_idx = walk.head_begin; head_idx < walk.head_end; ++head_idx) {
         const auto* rows =
-            reinterpret_cast<const WeightedStatistics*>(params.row_statistics) + head;
-        WeightedStatistics row[kRows];
-        SKL_UNROLL
-        for (int i = 0; i < kRows; ++i) {
-            const int query = tile.first_query + lane_id() + 32 * i;
-            row[i] = query < num_queries ? rows[query] : weighted<kSide>(no_row(), 0.f);
+            reinterpret_cast<const WeightedStatistics*>(params.row_statistics) +
+            (static_cast<int64>(walk.batch_idx) * params.num_heads + head_idx) * num_queries;
+        SKL_NO_UNROLL
+        for (int first = walk.query_begin; first < query_end; first += kBlockQ) {
+            WeightedStatistics row[kRows];
+            SKL_UNROLL
+            for (int i = 0; i < kRows; ++i) {
+                const int query = first + lane_id() + 32 * i;
+                row[i] = query < num_queries ? rows[query] : weighted<kSide>(no_row(), 0.f);
+            }
+            smem.trained.producer_acquire();
+            const PairedStatistics<kBlockQ> statistics{smem.statistics()};
+            SKL_UNROLL
+            for (int i = 0; i < kRows; ++i) {
+                const int col = lane_id() + 32 * i;
+                if (kBlockQ % 32 == 0 || col < kBlockQ)
+                    statistics.store(col, times<kSide>(row[i], factor));
+            }
+            __syncwarp();
+            smem.trained.producer_commit(lane_id());
+            smem.trained.advance();
         }
-        smem.trained.producer_acquire();
-        const PairedStatistics<kBlockQ> statistics{smem.statistics()};
-        SKL_UNROLL
-        for (int i = 0; i < kRows; ++i) {
-            const int col = lane_id() + 32 * i;
-            if (kBlockQ % 32 == 0 || col < kBlockQ)
-                statistics.store(col, times<kSide>(row[i], factor));
-        }
-        __syncwarp();
-        smem.trained.producer_commit(lane_id());
-        smem.trained.advance();
     }
 }
 
@@ -200,7 +208,7 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
 
     if (warpgroup == 0) {
         give_registers<Traits::kProducerRegisters>();
-        if (threadIdx.x == 0) produce<kSide>(maps, params, smem, walk);
+        if (threadIdx.x == 0) produce(maps, params, smem, walk);
         if (warp_id() == 1) produce_statistics<Element>(params, smem, walk);
         return;
     }
@@ -208,9 +216,12 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     take_registers<Traits::kConsumerRegisters>();
     // 3. and 4. The tiles.
     const int tiles_of_head = ceil_div(walk.query_end - walk.query_begin, kBlockQ);
-    KeyRows<Element, Traits> rows{params, walk, walk.first_key + 64 * (warpgroup - 1)};
-    rows.tile = walk.first_tile();
-    rows.tile.first_query -= kBlockQ;
+    KeyRows<Element, Traits> rows{params,
+                                  walk,
+                                  walk.first_key + 64 * (warpgroup - 1),
+                                  walk.head_begin,
+                                  walk.query_begin - kBlockQ,
+                                  walk.query_end};
     float dk[2][Traits::kTrainedDim / 4];
     sum_gradients<Element>(dk, smem, rows, (walk.head_end - walk.head_begin) * tiles_of_head);
 

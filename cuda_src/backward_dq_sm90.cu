@@ -48,8 +48,10 @@ struct QueryRows {
         row.weight1 = 1.f;  // a constant to the compiler
         return is_same<Element, bf16> ? row : times<kSide>(row, factor);
     }
-    SKL_DEVICE void next(const PairSmem<Traits>&) { first_key += kBlockK; }
-    SKL_DEVICE static constexpr bool exchanges_rows() { return false; }
+    SKL_DEVICE bool next(const PairSmem<Traits>&) {
+        first_key += kBlockK;
+        return false;
+    }
     SKL_DEVICE void reads_fixed(float (&fixed)[2][kBlockK / 4]) const {
         SKL_UNROLL
         for (int line = 0; line < 2; ++line) {
@@ -109,15 +111,16 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     if (warpgroup == 0) {
         give_registers<Traits::kProducerRegisters>();
         if (threadIdx.x != 0) return;
-        const auto [fixed_q, fixed_k, trained_q, trained_k] = pair_maps<kSide>(maps, params);
+        constexpr int kFixed = 3 - kSide;
         // 1. The queries.
-        smem.load_rows(fixed_q, trained_q, first_query, head_idx, batch_idx);
+        smem.load_rows(query_map<kFixed>(maps, params, head_idx, batch_idx),
+                       query_map<kSide>(maps, params, head_idx, batch_idx), first_query);
         // 2. The keys.
+        const HeadMap fixed_keys = key_map<kFixed>(maps, params, head_idx, batch_idx);
+        const HeadMap trained_keys = key_map<kSide>(maps, params, head_idx, batch_idx);
         SKL_NO_UNROLL
-        for (int tile = tile_begin; tile < tile_end; ++tile) {
-            smem.load_fixed(fixed_k, tile * kBlockK, head_idx, batch_idx);
-            smem.load_trained(trained_k, tile * kBlockK, head_idx, batch_idx);
-        }
+        for (int tile = tile_begin; tile < tile_end; ++tile)
+            smem.load_tiles(fixed_keys, trained_keys, tile * kBlockK);
         return;
     }
 

@@ -55,35 +55,36 @@ struct PairTraits {
     static constexpr int kSmemBytes = kWalkOffset + kWalkBytes;
 
     // Registers move from the producer to the consumers; the sum may not pass the file's 64 K.
-    static constexpr int kProducerRegisters = kNumConsumers == 3 ? 32 : 24;
+    static constexpr int kProducerRegisters = 32;
     static constexpr int kConsumerRegisters = kNumConsumers == 3 ? 160 : 240;
 };
 
-// A tensor in the copy engine's eyes, and where its heads lie.
+// One head of a tensor in the copy engine's eyes.
 struct HeadMap {
     const TensorMap& map;
-    const TensorRef& tensor;
-    int group;  // query heads to a head
+    int head, batch;
 
-    // Rows of the head that a query head uses.
     template <class Tile, int kRows>
-    SKL_DEVICE void load(uint32 tile, int first_row, int head_idx, int batch_idx,
-                         uint32 barrier) const {
-        Tile::template load<kRows>(tile, map, first_row,
-                                   map_index(tensor.head_stride, head_idx / group),
-                                   map_index(tensor.batch_stride, batch_idx), barrier);
+    SKL_DEVICE void load(uint32 tile, int first_row, uint32 barrier) const {
+        Tile::template load<kRows>(tile, map, first_row, head, batch, barrier);
     }
 };
-struct PairMaps {
-    HeadMap fixed_q, fixed_k, trained_q, trained_k;
-};
 
-template <int kSide>
-SKL_DEVICE PairMaps pair_maps(const InputMaps& maps, const BackwardParams& params) {
-    const HeadMap q1{maps.q1, params.q1, 1}, q2{maps.q2, params.q2, 1};
-    const HeadMap k1{maps.k1, params.k1, params.group1}, k2{maps.k2, params.k2, params.group2};
-    if constexpr (kSide == 1) return {q2, k2, q1, k1};
-    return {q1, k1, q2, k2};
+// The queries of a query head and the keys that it uses, of side kWhich.
+template <int kWhich>
+SKL_DEVICE HeadMap query_map(const InputMaps& maps, const BackwardParams& params, int head_idx,
+                             int batch_idx) {
+    const TensorRef& q = kWhich == 1 ? params.q1 : params.q2;
+    return {kWhich == 1 ? maps.q1 : maps.q2, map_index(q.head_stride, head_idx),
+            map_index(q.batch_stride, batch_idx)};
+}
+template <int kWhich>
+SKL_DEVICE HeadMap key_map(const InputMaps& maps, const BackwardParams& params, int head_idx,
+                           int batch_idx) {
+    const TensorRef& k = kWhich == 1 ? params.k1 : params.k2;
+    const int group = kWhich == 1 ? params.group1 : params.group2;
+    return {kWhich == 1 ? maps.k1 : maps.k2, map_index(k.head_stride, head_idx / group),
+            map_index(k.batch_stride, batch_idx)};
 }
 
 // The shared memory of a block, and where each role stands in its rings.
@@ -133,33 +134,31 @@ struct PairSmem {
     SKL_DEVICE uint32 own_empty() const { return base + Traits::kOwnEmpty; }
 
     // The producer's part: own rows, and a tile each as soon as there is room.
-    SKL_DEVICE void load_rows(const HeadMap& fixed_map, const HeadMap& trained_map, int first_row,
-                              int head_idx, int batch_idx) const {
+    SKL_DEVICE void load_rows(const HeadMap& fixed_map, const HeadMap& trained_map,
+                              int first_row) const {
         mbarrier_arrive_expect_bytes(own_full(),
                                      Traits::kFixedRowsBytes + Traits::kTrainedRowsBytes);
-        fixed_map.load<typename Traits::FixedTile, Traits::kBlockRows>(
-            fixed_rows(), first_row, head_idx, batch_idx, own_full());
-        trained_map.load<typename Traits::TrainedTile, Traits::kBlockRows>(
-            trained_rows(), first_row, head_idx, batch_idx, own_full());
+        fixed_map.load<typename Traits::FixedTile, Traits::kBlockRows>(fixed_rows(), first_row,
+                                                                       own_full());
+        trained_map.load<typename Traits::TrainedTile, Traits::kBlockRows>(trained_rows(),
+                                                                           first_row, own_full());
     }
-    SKL_DEVICE void exchange_rows(const HeadMap& fixed_map, int first_row, int head_idx,
-                                  int batch_idx) const {
+    SKL_DEVICE void exchange_rows(const HeadMap& fixed_map, int first_row) const {
         mbarrier_arrive_expect_bytes(own_full(), Traits::kFixedRowsBytes);
-        fixed_map.load<typename Traits::FixedTile, Traits::kBlockRows>(
-            fixed_rows(), first_row, head_idx, batch_idx, own_full());
+        fixed_map.load<typename Traits::FixedTile, Traits::kBlockRows>(fixed_rows(), first_row,
+                                                                       own_full());
     }
-    SKL_DEVICE void load_fixed(const HeadMap& map, int first_row, int head_idx, int batch_idx) {
+    SKL_DEVICE void load_tiles(const HeadMap& fixed_map, const HeadMap& trained_map,
+                               int first_row) {
         fixed.producer_acquire();
         fixed.producer_expect(Traits::kFixedBytes);
-        map.load<typename Traits::FixedTile, Traits::kBlockCols>(fixed_tile(), first_row, head_idx,
-                                                                 batch_idx, fixed.full());
+        fixed_map.load<typename Traits::FixedTile, Traits::kBlockCols>(fixed_tile(), first_row,
+                                                                       fixed.full());
         fixed.advance();
-    }
-    SKL_DEVICE void load_trained(const HeadMap& map, int first_row, int head_idx, int batch_idx) {
         trained.producer_acquire();
         trained.producer_expect(Traits::kTrainedBytes);
-        map.load<typename Traits::TrainedTile, Traits::kBlockCols>(
-            trained_tile(), first_row, head_idx, batch_idx, trained.full());
+        trained_map.load<typename Traits::TrainedTile, Traits::kBlockCols>(
+            trained_tile(), first_row, trained.full());
         trained.advance();
     }
 
@@ -207,8 +206,8 @@ SKL_DEVICE void add_panels(float (&sum)[2][kHeadDim / 4], const uint32 (&ds)[kSt
 // warpgroup's logits wait for nothing but their own product: the exponentials run under the third
 // product. Work (the kernel's) knows where the tiles lie and what a dS is:
 //
-//   next(smem)                 the next tile is the one to work on
-//   exchanges_rows()           own rows of the fixed side are others from this tile on
+//   next(smem)                 the next tile is the one to work on; whether from it on the own
+//                              rows of the fixed side are others
 //   reads_fixed(fixed)         with the trained logits still being made: side 2 only
 //   gradients(fixed, trained)  dS over the fixed logits
 //   is_border()                whether a row may not see all columns, the same for a warpgroup
@@ -234,8 +233,7 @@ SKL_DEVICE void sum_gradients(float (&sum)[2][Traits::kTrainedDim / 4], PairSmem
     clear(sum);
     SKL_NO_UNROLL
     for (int i = 0; i < num_tiles; ++i) {
-        work.next(smem);
-        if (work.exchanges_rows()) {
+        if (work.next(smem)) {
             __syncwarp();
             if (lane == 0) mbarrier_arrive(smem.own_empty());
             mbarrier_wait(smem.own_full(), own_phase ^= 1);
