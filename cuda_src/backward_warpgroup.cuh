@@ -178,7 +178,7 @@ struct PairSmem {
 // The right operand of the third product: a tile's rows are the 16 columns of dS of a step.
 struct ProductOperand {
     uint64 descriptor;
-    uint64 step;  // 16 rows of 128 bytes in units of 16 bytes; 0 where one block serves all
+    int step;  // 16 rows of 128 bytes in units of 16 bytes; 0 where one block serves all
 
     template <int kRows>
     SKL_DEVICE static ProductOperand tile(uint32 address) {
@@ -196,7 +196,8 @@ SKL_DEVICE void add_panels(float (&sum)[2][kHeadDim / 4], const uint32 (&ds)[kSt
                            const ProductOperand& operand) {
     SKL_UNROLL
     for (int k = 0; k < kSteps; ++k) {
-        Wgmma<Element, kHeadDim, 0, 1>::add(sum, ds[k], operand.descriptor + k * operand.step);
+        Wgmma<Element, kHeadDim, 0, 1>::add(
+            sum, ds[k], descriptor_after(operand.descriptor, k * operand.step));
     }
 }
 
