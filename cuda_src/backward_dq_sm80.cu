@@ -118,22 +118,7 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
             }
             bool leaks = false;
             if (first_key < all.begin || first_key + kChunkK > all.end) {
-                SKL_UNROLL
-                for (int line = 0; line < kLines; ++line) {
-                    const int query = first_row + row_of_line(line);
-                    SKL_UNROLL
-                    for (int e = 0; e < kChunkK / 4; ++e) {
-                        const int key = first_key + col_of_element(e);
-                        const bool is_visible = key >= range.begin(query) && key < range.end(query);
-                        // A key's own NaN or Inf must stay in the rows that see it: those are
-                        // marked here, and what the product reads of it is scrubbed.
-                        const bool is_broken = !is_finite(trained[line][e]);
-                        leaks |= is_broken;
-                        ds[line][e] = !is_visible ? 0.f
-                                      : is_broken ? __int_as_float(0x7fffffff)
-                                                  : ds[line][e];
-                    }
-                }
+                leaks = mask_gradients(ds, trained, range, first_row, first_key);
             }
             if constexpr (is_same<Element, fp16>) multiply(ds, factor);
             if constexpr (kNeedsRunningFactor<Element, kSide>) fit_to_fp16(ds, dq, factor);

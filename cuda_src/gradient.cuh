@@ -60,13 +60,38 @@ SKL_HOST_DEVICE WeightedStatistics weighted(const RowStatistics& row, float dkl)
     return {row.exponent1, row.exponent2, weight1, kSide == 2 ? dkl * exp2(-row.last) : row.last};
 }
 
+// Of a dkl that is multiplied by a factor.
+template <int kSide>
+SKL_HOST_DEVICE WeightedStatistics times(const WeightedStatistics& row, float factor) {
+    return {row.exponent1, row.exponent2, row.weight1 * factor,
+            kSide == 2 ? row.last * factor : row.last};
+}
+
+// With a weight1 of 1, for sums over a row that weight1 multiplies at their end. Where it is zero
+// any finite statistics will do.
+template <int kSide>
+SKL_HOST_DEVICE WeightedStatistics per_weight1(const WeightedStatistics& row) {
+    const float ratio = row.weight1 == 0.f ? 1.f : row.last / row.weight1;
+    return {row.exponent1, row.exponent2, 1.f, kSide == 2 ? ratio : row.last};
+}
+
+// dkl P1, in units of 1 (side 2) or 1 / ln 2 (side 1).
+SKL_HOST_DEVICE float weighted_probability1(float x1, const WeightedStatistics& row, float scale1) {
+    return fast_exp2(fma(x1, scale1, -row.exponent1)) * row.weight1;
+}
+// dkl ds2 from dkl P1.
+SKL_HOST_DEVICE float weighted_gradient2(float p1, float x2, const WeightedStatistics& row,
+                                         float scale2) {
+    return fma(fast_exp2(fma(x2, scale2, -row.exponent2)), row.last, -p1);
+}
+
 // dkl logit_gradient, in units of 1.
 template <int kSide>
 SKL_HOST_DEVICE float weighted_gradient(float x1, float x2, const WeightedStatistics& row,
                                         float scale1, float scale2) {
+    const float p1 = weighted_probability1(x1, row, scale1);
+    if constexpr (kSide == 2) return weighted_gradient2(p1, x2, row, scale2);
     const float y1 = fma(x1, scale1, -row.exponent1), y2 = fma(x2, scale2, -row.exponent2);
-    const float p1 = fast_exp2(y1) * row.weight1;
-    if constexpr (kSide == 2) return fma(fast_exp2(y2), row.last, -p1);
     const float bracket = (y1 - y2) - row.last;
     return p1 * (is_noise(bracket, row.last) ? 0.f : bracket);
 }
@@ -145,6 +170,29 @@ SKL_DEVICE uint32 finite_or_zero(uint32 packed) {
     if ((packed & kExponent) == kExponent) packed &= 0xffff0000u;
     if ((packed >> 16 & kExponent) == kExponent) packed &= 0x0000ffffu;
     return packed;
+}
+
+// Zeroes dS where the row may not see the key. A key's own NaN or Inf must stay in the rows that
+// see it: those are marked with NaN here, and what the product reads of the key must be scrubbed if
+// this returns true. trained are the logits of the side that gets gradients.
+template <int kLines, int kElements>
+SKL_DEVICE bool mask_gradients(float (&ds)[kLines][kElements],
+                               const float (&trained)[kLines][kElements], const KeyRange& range,
+                               int first_query, int first_key) {
+    bool leaks = false;
+    SKL_UNROLL
+    for (int line = 0; line < kLines; ++line) {
+        const int query = first_query + row_of_line(line);
+        SKL_UNROLL
+        for (int e = 0; e < kElements; ++e) {
+            const int key = first_key + col_of_element(e);
+            const bool is_visible = key >= range.begin(query) && key < range.end(query);
+            const bool is_broken = !is_finite(trained[line][e]);
+            leaks |= is_broken;
+            ds[line][e] = !is_visible ? 0.f : is_broken ? __int_as_float(0x7fffffff) : ds[line][e];
+        }
+    }
+    return leaks;
 }
 
 // Zeroes dS^T where the query does not exist or may not see the key. Returns whether a masked query

@@ -42,6 +42,12 @@ SKL_DEVICE uint64 panel_descriptor(uint32 address, int panel_bytes = 16) {
            static_cast<uint64>(panel_bytes >> 4) << 16 | 64ull << 32 | 1ull << 62;
 }
 
+// The place so many units of 16 bytes further; an address never carries into the upper half.
+SKL_DEVICE uint64 descriptor_after(uint64 descriptor, int units) {
+    return (descriptor & 0xffffffff00000000ull) |
+           static_cast<uint32>(static_cast<uint32>(descriptor) + units);
+}
+
 // Step k of 16 columns within the panels of a tile, in descriptor units of 16 bytes.
 SKL_HOST_DEVICE constexpr int panel_step(int k, int num_rows) {
     return k / 4 * (num_rows * 8) + k % 4 * 2;
@@ -107,12 +113,12 @@ struct PanelMixed {
         }
         SKL_UNROLL
         for (int k = 1; k < kRegisterSteps; ++k) {
-            Wgmma<Element, kCols>::add(s, a[k], b + panel_step(k, kCols));
+            Wgmma<Element, kCols>::add(s, a[k], descriptor_after(b, panel_step(k, kCols)));
         }
         SKL_UNROLL
         for (int k = max_of(kRegisterSteps, 1); k < kSteps; ++k) {
-            Wgmma<Element, kCols>::add(s, descriptor + panel_step(k, kTileRows),
-                                       b + panel_step(k, kCols));
+            Wgmma<Element, kCols>::add(s, descriptor_after(descriptor, panel_step(k, kTileRows)),
+                                       descriptor_after(b, panel_step(k, kCols)));
         }
     }
 };

@@ -61,6 +61,8 @@ BACKWARD_KERNELS = (
     "backward_dq_sm80",
     "backward_dk_sm80",
     "backward_fused_sm90",
+    "backward_dq_sm90",
+    "backward_dk_sm90",
 )
 
 
@@ -229,6 +231,9 @@ FUSED_ROWS_BYTES = FUSED_BLOCK_Q * ROW_STATISTICS_BYTES
 # Its dQ on the way to global memory: four warps, buffers of 16 rows and 32 columns.
 FUSED_SUM_BYTES = 4 * 3 * 16 * 32 * FLOAT_BYTES
 MOST_BARRIER_BYTES = 256
+# What the separate kernels multiply by instead of a tile, and the walk of a block of keys.
+PAIR_ZEROS_BYTES = 1024
+PAIR_WALK_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +276,47 @@ class BackwardWarpgroupTile:
             + FUSED_SUM_BYTES
             + MOST_BARRIER_BYTES
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PairWarpgroupTile:
+    """How a block of ``backward_dq_sm90`` or ``backward_dk_sm90`` is cut: template arguments by
+    the names they have there.
+
+    ``num_consumers`` warpgroups of 64 stationary rows; ``block_cols`` streamed rows in a tile, and
+    stages of such tiles of the fixed side and of the side that gets gradients; of each side's
+    stationary operand, steps of 16 columns that live in registers.
+    """
+
+    num_consumers: int
+    block_cols: int
+    fixed_stages: int
+    trained_stages: int
+    fixed_steps: int
+    trained_steps: int
+
+    @property
+    def stationary_rows(self) -> int:
+        return 64 * self.num_consumers
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.num_consumers + 1)
+
+    def boxes(self, kernel: str) -> tuple[int, int]:
+        rows, cols = self.stationary_rows, self.block_cols
+        return (rows, cols) if kernel == "backward_dq_sm90" else (cols, rows)
+
+    def shared_memory(self, kernel: str, fixed: int, trained: int) -> int:
+        """Of bytes, for the head dimensions of the fixed side and of the other one."""
+        fixed_row, trained_row = _panel_row_bytes(fixed), _panel_row_bytes(trained)
+        tiles = self.fixed_stages * fixed_row + self.trained_stages * trained_row
+        total = self.stationary_rows * (fixed_row + trained_row) + self.block_cols * tiles
+        total += PAIR_ZEROS_BYTES + 16 * (self.fixed_stages + self.trained_stages + 1)
+        if kernel == "backward_dk_sm90":
+            statistics = self.block_cols * ROW_STATISTICS_BYTES
+            total += self.trained_stages * statistics + PAIR_WALK_BYTES
+        return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,7 +405,9 @@ class Choice:
     forward_tile: ForwardTile | WarpgroupTile | None = None
     strategy: str | None = None
     backward_kernel: str | None = None
-    backward_tiles: tuple[tuple[str, BackwardTile | BackwardWarpgroupTile], ...] = ()
+    backward_tiles: tuple[
+        tuple[str, BackwardTile | BackwardWarpgroupTile | PairWarpgroupTile], ...
+    ] = ()
 
 
 NO_CHOICE = Choice()
@@ -569,9 +617,12 @@ def warpgroup_tile(
     times = {}
     for tile in tiles:
         blocks = num_blocks(problem, tile, heads_per_tile(problem, tile.stationary_rows))
-        # Beyond sixteen blocks a multiprocessor there is little left to even out.
-        most = min(max_splits(problem, tile), _ceil_div(16 * device.num_sms, max(1, blocks)))
-        for splits in (choice.num_splits,) if choice.num_splits else range(1, most + 1):
+        # As many splits as so many waves of blocks have room for. Beyond sixteen blocks a
+        # multiprocessor there is little left to even out.
+        most = max_splits(problem, tile)
+        waves = range(1, 17 if blocks else 1)
+        found = {1, *(min(most, max(1, wave * device.num_sms // blocks)) for wave in waves)}
+        for splits in (choice.num_splits,) if choice.num_splits else sorted(found):
             times[tile, splits] = warpgroup_time(problem, device, tile, splits)
     return min(times, key=lambda tile_and_splits: times[tile_and_splits])
 
@@ -850,13 +901,18 @@ def _side(
         name = backward_kernel(job, problem, device, side, force, choice)
         tile = tiles.get(name)
         boxes = None
-        if name.endswith("sm90"):
-            if not isinstance(tile, BackwardWarpgroupTile):
-                tile = backward_warpgroup_tile(name, dim1, dim2, side, device)
+        if name in PAIR_KERNELS:
+            if not isinstance(tile, PairWarpgroupTile):
+                tile = pair_warpgroup_tile(name, dim1, dim2, side, device)
             assert tile is not None
-            template = backward_warpgroup_template(
-                name, problem.dtype, side, dim1, dim2, tile, has_dk
-            )
+            template = pair_warpgroup_template(name, problem.dtype, side, dim1, dim2, tile)
+            fixed = dim2 if side == 1 else dim1
+            boxes, smem = tile.boxes(name), tile.shared_memory(name, fixed, trained)
+        elif name == "backward_fused_sm90":
+            if not isinstance(tile, BackwardWarpgroupTile):
+                tile = backward_warpgroup_tile(dim1, dim2, side, device)
+            assert tile is not None
+            template = backward_warpgroup_template(problem.dtype, side, dim1, dim2, tile, has_dk)
             boxes, smem = tile.boxes, tile.shared_memory(dim1, dim2)
         else:
             if not isinstance(tile, BackwardTile):
@@ -903,7 +959,7 @@ def backward_kernel(
     force: str | None = None,
     choice: Choice = NO_CHOICE,
 ) -> str:
-    """The kernel of a job, ``fused``, ``dq`` or ``dk``: Hopper's where there is one that can run.
+    """The kernel of a job, ``fused``, ``dq`` or ``dk``: Hopper's where it can run.
 
     Its rule is `why_not_sm90`, at least one query, and a tile of the head dimensions that fits.
     """
@@ -912,13 +968,13 @@ def backward_kernel(
     given = dict(choice.backward_tiles)
     if hopper in given or portable in given:
         asked = hopper if hopper in given else portable
-    if hopper not in BACKWARD_KERNELS or (asked is not None and asked.endswith("sm80")):
+    if asked is not None and asked.endswith("sm80"):
         return portable
     reason = why_not_sm90(problem, device)
     if not reason and problem.num_queries == 0:
         reason = "expected at least one query"
     dim1, dim2 = bucket(problem.head_dim1), bucket(problem.head_dim2)
-    if not reason and backward_warpgroup_tile(hopper, dim1, dim2, side, device) is None:
+    if not reason and not has_hopper_tile(hopper, dim1, dim2, side, device):
         reason = f"expected head dimensions whose tile fits; got {dim1} and {dim2}"
     if reason and asked == hopper:
         raise PlanError(f"{hopper}: {reason}. Unset STREAMKL_FORCE to let the plan choose")
@@ -934,7 +990,8 @@ def use_fused(
 ) -> bool:
     """Whether the fused kernel takes the place of the separate ones.
 
-    Where both gradients are wanted it does four products instead of six and wins whenever its
+    Where both gradients are wanted it does four products instead of six and wins, unless Hopper's
+    kernels would have to make way for the portable one, whenever its
     blocks of keys fill the card. Where only dQ is wanted it wins only if there are too few blocks
     of queries to fill the card.
     """
@@ -942,6 +999,8 @@ def use_fused(
         return False
     if strategy == "fused" and dk is not None:
         return True
+    if fused.boxes is None and any(step is not None and step.boxes for step in (dq, dk)):
+        return False
     fills = fused.grid >= device.num_sms
     if dk is not None:
         return fills
@@ -978,19 +1037,24 @@ def backward_tiles(kernel: str, dim1: int, dim2: int, side: int) -> tuple[Backwa
     )
 
 
+def has_hopper_tile(kernel: str, dim1: int, dim2: int, side: int, device: DeviceFacts) -> bool:
+    """Whether a Hopper kernel has a tile for a pair of buckets."""
+    if kernel == "backward_fused_sm90":
+        return backward_warpgroup_tile(dim1, dim2, side, device) is not None
+    return pair_warpgroup_tile(kernel, dim1, dim2, side, device) is not None
+
+
 def backward_warpgroup_tile(
-    kernel: str, dim1: int, dim2: int, side: int, device: DeviceFacts
+    dim1: int, dim2: int, side: int, device: DeviceFacts
 ) -> BackwardWarpgroupTile | None:
-    """Choose the tile of a Hopper kernel; None if there is none for these head dimensions."""
-    for tile in backward_warpgroup_tiles(kernel, dim1, dim2, side):
+    """Choose the tile of ``backward_fused_sm90``; None if there is none for these dimensions."""
+    for tile in backward_warpgroup_tiles(dim1, dim2, side):
         if tile.shared_memory(dim1, dim2) <= device.shared_memory_per_block:
             return tile
     return None
 
 
-def backward_warpgroup_tiles(
-    kernel: str, dim1: int, dim2: int, side: int
-) -> Iterator[BackwardWarpgroupTile]:
+def backward_warpgroup_tiles(dim1: int, dim2: int, side: int) -> Iterator[BackwardWarpgroupTile]:
     """Tiles for a pair of buckets, the fastest first.
 
     Accumulators of more than 128 columns, and of more than 64 beside many columns of the other
@@ -1010,7 +1074,6 @@ def backward_warpgroup_tiles(
 
 
 def backward_warpgroup_template(
-    kernel: str,
     dtype: str,
     side: int,
     dim1: int,
@@ -1018,7 +1081,7 @@ def backward_warpgroup_template(
     tile: BackwardWarpgroupTile,
     has_dk: bool = True,
 ) -> Template:
-    """Template arguments of a Hopper backward kernel."""
+    """Template arguments of ``backward_fused_sm90``."""
     return (
         ("Element", ELEMENTS[dtype]),
         ("kSide", side),
@@ -1030,6 +1093,62 @@ def backward_warpgroup_template(
         ("kRegisterSteps", tile.register_steps),
         ("kIsPipelined", tile.is_pipelined),
         ("kHasDk", has_dk),
+    )
+
+
+# Hopper's kernels that have a fixed order of sums.
+PAIR_KERNELS = ("backward_dq_sm90", "backward_dk_sm90")
+# A consumer's registers, and what it needs of them besides tiles and sums.
+CONSUMER_REGISTERS = 240
+SPARE_REGISTERS = {"backward_dq_sm90": 32, "backward_dk_sm90": 48}
+
+
+def pair_warpgroup_tile(
+    kernel: str, dim1: int, dim2: int, side: int, device: DeviceFacts
+) -> PairWarpgroupTile | None:
+    """Choose the tile of a separate Hopper kernel; None if none fits the card."""
+    fixed, trained = (dim2, dim1) if side == 1 else (dim1, dim2)
+    for tile in pair_warpgroup_tiles(kernel, fixed, trained):
+        if tile.shared_memory(kernel, fixed, trained) <= device.shared_memory_per_block:
+            return tile
+    return None
+
+
+def pair_warpgroup_tiles(kernel: str, fixed: int, trained: int) -> Iterator[PairWarpgroupTile]:
+    """Tiles for the buckets of the two sides, the fastest first.
+
+    Two consumers; the widest tiles whose logits and gradients leave room for the sums, as many
+    stages as fit, and the rest of the registers for the stationary operands.
+    """
+    registers = CONSUMER_REGISTERS - SPARE_REGISTERS[kernel]
+    for block_cols in (64, 48, 32):
+        left = registers - trained // 2 - block_cols - block_cols // 4
+        if left < 0:
+            continue
+        fixed_steps = min(left // 4, fixed // 16)
+        trained_steps = min(left // 4 - fixed_steps, trained // 16)
+        for fixed_stages, trained_stages in ((4, 4), (3, 4), (3, 3), (2, 3)):
+            yield PairWarpgroupTile(
+                2, block_cols, fixed_stages, trained_stages, fixed_steps, trained_steps
+            )
+
+
+def pair_warpgroup_template(
+    kernel: str, dtype: str, side: int, dim1: int, dim2: int, tile: PairWarpgroupTile
+) -> Template:
+    """Template arguments of a separate Hopper kernel."""
+    streamed = "K" if kernel == "backward_dq_sm90" else "Q"
+    return (
+        ("Element", ELEMENTS[dtype]),
+        ("kSide", side),
+        ("kHeadDim1", dim1),
+        ("kHeadDim2", dim2),
+        ("kNumConsumers", tile.num_consumers),
+        (f"kBlock{streamed}", tile.block_cols),
+        ("kFixedStages", tile.fixed_stages),
+        ("kTrainedStages", tile.trained_stages),
+        ("kFixedSteps", tile.fixed_steps),
+        ("kTrainedSteps", tile.trained_steps),
     )
 
 
@@ -1225,7 +1344,9 @@ def _with_tuned_backward(
 
 def tile_candidates(
     kernel: str, problem: Problem, device: DeviceFacts, side: int = 0
-) -> tuple[ForwardTile | WarpgroupTile | BackwardTile | BackwardWarpgroupTile, ...]:
+) -> tuple[
+    ForwardTile | WarpgroupTile | BackwardTile | BackwardWarpgroupTile | PairWarpgroupTile, ...
+]:
     """Every tile of a kernel that fits the card, not only the one that the plan takes.
 
     A sweep compiles them first: one that spills registers is no candidate.
@@ -1248,8 +1369,12 @@ def tile_candidates(
         listed = warpgroup_tiles(*dims, heads_per_tile(problem, 2) > 1)
         wide = dict.fromkeys((*listed, *warpgroup_grid(*dims, limit)))
         return tuple(tile for tile in wide if tile.fits(*dims, limit))
-    if kernel.endswith("sm90"):
-        cut = backward_warpgroup_tiles(kernel, *dims, side)
+    if kernel in PAIR_KERNELS:
+        fixed, trained = dims if side == 2 else dims[::-1]
+        pair = pair_warpgroup_tiles(kernel, fixed, trained)
+        return tuple(tile for tile in pair if tile.shared_memory(kernel, fixed, trained) <= limit)
+    if kernel == "backward_fused_sm90":
+        cut = backward_warpgroup_tiles(*dims, side)
         return tuple(tile for tile in cut if tile.shared_memory(*dims) <= limit)
     cuts = backward_tiles(kernel, *dims, side)
     return tuple(tile for tile in cuts if tile.shared_memory(kernel, *dims) + STATIC_BYTES <= limit)
@@ -1380,12 +1505,21 @@ def _specialisations(
                             template = backward_template(
                                 kernel, dtype, side, dim1, dim2, cut, aligned, has_dk
                             )
+                        elif arch != "sm_90a":
+                            continue
+                        elif kernel in PAIR_KERNELS:
+                            pair = pair_warpgroup_tile(kernel, dim1, dim2, side, device)
+                            if pair is None:
+                                continue
+                            template = pair_warpgroup_template(
+                                kernel, dtype, side, dim1, dim2, pair
+                            )
                         else:
-                            fit = backward_warpgroup_tile(kernel, dim1, dim2, side, device)
-                            if fit is None or arch != "sm_90a":
+                            fit = backward_warpgroup_tile(dim1, dim2, side, device)
+                            if fit is None:
                                 continue
                             template = backward_warpgroup_template(
-                                kernel, dtype, side, dim1, dim2, fit, has_dk
+                                dtype, side, dim1, dim2, fit, has_dk
                             )
                         found[kernel, template] = None
     return tuple(found)

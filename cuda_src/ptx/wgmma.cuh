@@ -25,6 +25,7 @@ SKL_DEVICE void wgmma_wait() {
 
 // Their places in the instruction's text.
 #define SKL_AT_0_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define SKL_AT_16_24 "%16, %17, %18, %19, %20, %21, %22, %23"
 #define SKL_AT_16_32 \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define SKL_AT_32_40 "%32, %33, %34, %35, %36, %37, %38, %39"
@@ -114,6 +115,82 @@ struct Wgmma<fp16, 32, kTransposeA, kTransposeB> {
             "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {" SKL_AT_0_16
             "}, {%16, %17, %18, %19}, %20, p, 1, 1, %21;}"
             : SKL_OUT4("+f", s, 0)
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kTransposeB));
+    }
+};
+
+template <int kTransposeA, int kTransposeB>
+struct Wgmma<bf16, 48, kTransposeA, kTransposeB> {
+    SKL_DEVICE static void start(float (&s)[2][12], uint64 a, uint64 b) {
+        asm volatile(
+            "{.reg .pred p; setp.ne.b32 p, 0, 0; "
+            "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {" SKL_AT_0_16 ", " SKL_AT_16_24
+            "}, %24, %25, p, 1, 1, %26, %27;}"
+            : SKL_OUT4("=f", s, 0), SKL_OUT("=f", s, 4), SKL_OUT("=f", s, 5)
+            : "l"(a), "l"(b), "n"(kTransposeA), "n"(kTransposeB));
+    }
+    SKL_DEVICE static void start(float (&s)[2][12], const uint32 (&a)[4], uint64 b) {
+        static_assert(!kTransposeA, "registers are what they are");
+        asm volatile(
+            "{.reg .pred p; setp.ne.b32 p, 0, 0; "
+            "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {" SKL_AT_0_16 ", " SKL_AT_16_24
+            "}, {%24, %25, %26, %27}, %28, p, 1, 1, %29;}"
+            : SKL_OUT4("=f", s, 0), SKL_OUT("=f", s, 4), SKL_OUT("=f", s, 5)
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kTransposeB));
+    }
+    SKL_DEVICE static void add(float (&s)[2][12], uint64 a, uint64 b) {
+        asm volatile(
+            "{.reg .pred p; setp.ne.b32 p, 1, 0; "
+            "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {" SKL_AT_0_16 ", " SKL_AT_16_24
+            "}, %24, %25, p, 1, 1, %26, %27;}"
+            : SKL_OUT4("+f", s, 0), SKL_OUT("+f", s, 4), SKL_OUT("+f", s, 5)
+            : "l"(a), "l"(b), "n"(kTransposeA), "n"(kTransposeB));
+    }
+    SKL_DEVICE static void add(float (&s)[2][12], const uint32 (&a)[4], uint64 b) {
+        static_assert(!kTransposeA, "registers are what they are");
+        asm volatile(
+            "{.reg .pred p; setp.ne.b32 p, 1, 0; "
+            "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {" SKL_AT_0_16 ", " SKL_AT_16_24
+            "}, {%24, %25, %26, %27}, %28, p, 1, 1, %29;}"
+            : SKL_OUT4("+f", s, 0), SKL_OUT("+f", s, 4), SKL_OUT("+f", s, 5)
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kTransposeB));
+    }
+};
+
+template <int kTransposeA, int kTransposeB>
+struct Wgmma<fp16, 48, kTransposeA, kTransposeB> {
+    SKL_DEVICE static void start(float (&s)[2][12], uint64 a, uint64 b) {
+        asm volatile(
+            "{.reg .pred p; setp.ne.b32 p, 0, 0; "
+            "wgmma.mma_async.sync.aligned.m64n48k16.f32.f16.f16 {" SKL_AT_0_16 ", " SKL_AT_16_24
+            "}, %24, %25, p, 1, 1, %26, %27;}"
+            : SKL_OUT4("=f", s, 0), SKL_OUT("=f", s, 4), SKL_OUT("=f", s, 5)
+            : "l"(a), "l"(b), "n"(kTransposeA), "n"(kTransposeB));
+    }
+    SKL_DEVICE static void start(float (&s)[2][12], const uint32 (&a)[4], uint64 b) {
+        static_assert(!kTransposeA, "registers are what they are");
+        asm volatile(
+            "{.reg .pred p; setp.ne.b32 p, 0, 0; "
+            "wgmma.mma_async.sync.aligned.m64n48k16.f32.f16.f16 {" SKL_AT_0_16 ", " SKL_AT_16_24
+            "}, {%24, %25, %26, %27}, %28, p, 1, 1, %29;}"
+            : SKL_OUT4("=f", s, 0), SKL_OUT("=f", s, 4), SKL_OUT("=f", s, 5)
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kTransposeB));
+    }
+    SKL_DEVICE static void add(float (&s)[2][12], uint64 a, uint64 b) {
+        asm volatile(
+            "{.reg .pred p; setp.ne.b32 p, 1, 0; "
+            "wgmma.mma_async.sync.aligned.m64n48k16.f32.f16.f16 {" SKL_AT_0_16 ", " SKL_AT_16_24
+            "}, %24, %25, p, 1, 1, %26, %27;}"
+            : SKL_OUT4("+f", s, 0), SKL_OUT("+f", s, 4), SKL_OUT("+f", s, 5)
+            : "l"(a), "l"(b), "n"(kTransposeA), "n"(kTransposeB));
+    }
+    SKL_DEVICE static void add(float (&s)[2][12], const uint32 (&a)[4], uint64 b) {
+        static_assert(!kTransposeA, "registers are what they are");
+        asm volatile(
+            "{.reg .pred p; setp.ne.b32 p, 1, 0; "
+            "wgmma.mma_async.sync.aligned.m64n48k16.f32.f16.f16 {" SKL_AT_0_16 ", " SKL_AT_16_24
+            "}, {%24, %25, %26, %27}, %28, p, 1, 1, %29;}"
+            : SKL_OUT4("+f", s, 0), SKL_OUT("+f", s, 4), SKL_OUT("+f", s, 5)
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kTransposeB));
     }
 };
@@ -587,6 +664,7 @@ struct Wgmma<fp16, 256, kTransposeA, kTransposeB> {
 };
 
 #undef SKL_AT_0_16
+#undef SKL_AT_16_24
 #undef SKL_AT_16_32
 #undef SKL_AT_32_40
 #undef SKL_AT_32_48

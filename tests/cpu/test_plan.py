@@ -96,6 +96,8 @@ def ceil_div(a: int, b: int) -> int:
 
 def stationary_rows(kernel: KernelPlan) -> int:
     chosen = arguments(kernel)
+    if "kNumConsumers" in chosen:
+        return int(64 * chosen["kNumConsumers"])
     return int(16 * chosen["kRowTiles"] * chosen.get("kNumWarps", chosen.get("kNumWarpsQ")))
 
 
@@ -277,13 +279,13 @@ def test_backward(
             per_head = tiles * plan.bucket(head_dim) // 8 * 32
             assert side.finish.grid == heads * ceil_div(per_head, 256)
         for kernel in (side.fused, side.dq, side.dk):
-            if kernel is not None:
+            if kernel is not None and kernel.boxes is None:
                 assert_tile_fits_kernel(kernel)
     assert_regions(problem, chosen)
 
 
 def assert_tile_fits_kernel(kernel: KernelPlan) -> None:
-    """What the backward kernels take for granted of their tiles."""
+    """What the portable backward kernels take for granted of their tiles."""
     cut = arguments(kernel)
     streamed = cut.get("kBlockQ", cut.get("kBlockK"))
     chunk = cut.get("kChunkQ", cut.get("kChunkK", streamed))
@@ -319,7 +321,7 @@ def test_backward_name(
         + str(side.side)
         + ("_dq" if f"q{side.side}" in wrt else "")
         + ("_dk" if f"k{side.side}" in wrt else "")
-        + "_sm80"
+        + f"_{side.generation}"
         for side in chosen.sides
     )
     element = {"bfloat16": "bf16", "float16": "fp16"}[problem.dtype]
@@ -797,7 +799,7 @@ def test_every_pair_of_head_dims_has_a_warpgroup_tile(
 
 
 def has_fused_tile(dim1: int, dim2: int, side: int) -> bool:
-    return plan.backward_warpgroup_tile("backward_fused_sm90", dim1, dim2, side, H200) is not None
+    return plan.backward_warpgroup_tile(dim1, dim2, side, H200) is not None
 
 
 def hopper_problem(**changes: Any) -> Problem:
@@ -1013,4 +1015,103 @@ def test_shared_memory_of_the_fused_kernel(tmp_path: Path) -> None:
         planned = tile.shared_memory(int(cut["kHeadDim1"]), int(cut["kHeadDim2"]))
         assert planned - plan.MOST_BARRIER_BYTES < total <= planned, jit.render(name, template)
         # The swizzle permutes bits of an address below 1024.
+        assert all(offset % 1024 == 0 for offset in offsets)
+
+
+# ------------------------------------------------------------ backward_dq_sm90, backward_dk_sm90
+
+
+@given(problem=problems(**HOPPER_ROWS, aligned=True), wrt=WRT)
+@settings(max_examples=200)
+def test_the_deterministic_pair_of_hopper(problem: Problem, wrt: tuple[str, ...]) -> None:
+    chosen = plan.backward(problem, HOPPER, wrt, deterministic=True)
+    assert chosen == plan.backward(problem, HOPPER, wrt, deterministic=True, strategy="separate")
+    is_taken = problem.num_queries > 0 and problem.num_keys > 0
+    for side in chosen.sides:
+        assert side.fused is None
+        for kernel, job in ((side.dq, "dq"), (side.dk, "dk")):
+            if kernel is None:
+                continue
+            assert kernel.kernel == f"backward_{job}_{'sm90' if is_taken else 'sm80'}"
+            if not is_taken:
+                continue
+            cut = arguments(kernel)
+            rows, cols = 64 * cut["kNumConsumers"], cut["kBlockK" if job == "dq" else "kBlockQ"]
+            assert kernel.block == 128 * (cut["kNumConsumers"] + 1)
+            assert kernel.boxes == ((rows, cols) if job == "dq" else (cols, rows))
+            key_heads = problem.num_key_heads1 if side.side == 1 else problem.num_key_heads2
+            if job == "dq":
+                assert side.dq_blocks == ceil_div(problem.num_queries, rows)
+                assert kernel.grid == problem.batch * problem.num_heads * side.dq_blocks
+            else:
+                assert side.key_blocks == ceil_div(problem.num_keys, rows)
+                assert kernel.grid == problem.batch * key_heads * side.key_blocks
+            dims = plan.bucket(problem.head_dim1), plan.bucket(problem.head_dim2)
+            fixed, trained = dims[2 - side.side], dims[side.side - 1]
+            assert cut["kFixedSteps"] <= fixed // 16
+            assert cut["kTrainedSteps"] <= trained // 16
+
+
+@pytest.mark.parametrize("side", [1, 2])
+def test_the_pair_stands_in_where_the_fused_kernel_of_hopper_has_no_tile(side: int) -> None:
+    problem = hopper_problem(num_keys=4096, **{f"head_dim{side}": 256})
+    wrt = (f"q{side}", f"k{side}")
+    kernels = [one.kernel for one in plan.backward(problem, HOPPER, wrt).kernels]
+    assert kernels[1:] == ["backward_dq_sm90", "backward_dk_sm90"]
+
+
+def test_override_of_the_tile_of_the_pair() -> None:
+    tile = plan.PairWarpgroupTile(1, 32, 2, 3, 1, 2)
+    with plan.override(backward_tiles=dict.fromkeys(plan.PAIR_KERNELS, tile)):
+        chosen = plan.backward(hopper_problem(), HOPPER, ("q2", "k2"), deterministic=True)
+    for kernel in chosen.kernels[1:]:
+        assert tuple(value for _, value in kernel.template[4:]) == dataclasses.astuple(tile)
+
+
+def pair_layout_source(kernels: Sequence[plan.Specialisation]) -> str:
+    """C++ with the bytes of shared memory of each, and where its swizzled buffers begin."""
+    read = {
+        name: re.sub(r"//.*", "", (jit.source_directory() / name).read_text())
+        for name in ("warpgroup.cuh", "gradient.cuh", "pipeline.cuh", "backward_warpgroup.cuh")
+    }
+    panel = braces(read["warpgroup.cuh"], "struct PanelTile")
+    ring = value_of(braces(read["pipeline.cuh"], "struct Ring"), "kBytes")
+    parts = [
+        '#include "base.cuh"',
+        braces(read["gradient.cuh"], r"struct alignas\(16\) WeightedStatistics"),
+        re.sub(r"template <int kRows>.*", "};", panel, flags=re.DOTALL),
+        f"template <int kNumStages> struct Ring {{ static constexpr int kBytes = {ring}; }};",
+        "template <int, int, int> struct PanelMixed;",
+        braces(read["backward_warpgroup.cuh"], "struct PairTraits"),
+    ]
+    rows = []
+    for name, template in kernels:
+        values = [str(value) for _, value in template[1:]]
+        values.append("true" if name == "backward_dk_sm90" else "false")
+        traits = f"PairTraits<{', '.join(values)}>"
+        rows.append(
+            f"{{{traits}::kSmemBytes, {traits}::kTrainedRowsOffset, {traits}::kFixedRingOffset, "
+            f"{traits}::kTrainedRingOffset, {traits}::kZerosOffset, {traits}::kFixedBytes, "
+            f"{traits}::kTrainedBytes}}"
+        )
+    parts.append(f'extern "C" const int layouts[][7] = {{{", ".join(rows)}}};')
+    return "\n".join(parts) + "\n"
+
+
+@pytest.mark.skipif(
+    host_compiler.missing_compiler() is not None, reason=str(host_compiler.missing_compiler())
+)
+def test_shared_memory_of_the_pair(tmp_path: Path) -> None:
+    kernels = [one for one in plan.specialisations("sm_90a") if one[0] in plan.PAIR_KERNELS]
+    source = tmp_path / "pair.cpp"
+    source.write_text(pair_layout_source(kernels))
+    layouts = (ctypes.c_int * 7 * len(kernels)).in_dll(
+        host_compiler.load(source, tmp_path), "layouts"
+    )
+    for (name, template), (total, *offsets) in zip(kernels, layouts, strict=True):
+        cut = dict(template)
+        tile = plan.PairWarpgroupTile(*(int(value) for _, value in template[4:]))
+        dims = int(cut["kHeadDim1"]), int(cut["kHeadDim2"])
+        fixed, trained = dims if cut["kSide"] == 2 else dims[::-1]
+        assert tile.shared_memory(name, fixed, trained) == total
         assert all(offset % 1024 == 0 for offset in offsets)

@@ -1,0 +1,157 @@
+// backward_dq_sm90: what backward_dq_sm80 computes, by Hopper's warpgroup products and copy engine.
+//
+//   dq_t,i = scale_t dkl_i sum_j ds_t,ij k_t,j         t = kSide, ds as in gradient.cuh
+//
+// Grid: one block per (batch, head, block of 64 kNumConsumers queries), heavy blocks of a head
+// first. Warpgroup 0 produces: one thread asks the copy engine for tiles. Each further warpgroup
+// consumes: it owns 64 query rows.
+//
+//   1. Q1 and Q2 are fetched; the first steps of each become operands in registers.
+//   2. Tiles of K1 and K2 run through a ring each.
+//   3. S of the fixed side, then S of side t, of a tile; behind them in the matrix units dQ += dS
+//   K_t of the tile before.
+//   4. dS of the tile, zero where a row may not see the key, while that product runs. Rounded, it
+//   is the left operand of the next one without leaving the registers.
+//   5. dQ is scaled by scale_t dkl_i and written.
+#include "backward_warpgroup.cuh"
+#include "gradient.cuh"
+#include "key_range.cuh"
+#include "params.cuh"
+
+// A warpgroup's queries and where it stands among the keys; see sum_gradients.
+template <class Element, class Traits>
+struct QueryRows {
+    static constexpr int kSide = Traits::kSide, kBlockK = Traits::kBlockCols;
+    const BackwardParams& params;
+    int first_row;  // of the warp
+    int first_key;
+    Interval all;
+    WeightedStatistics statistics[2];                          // per weight1
+    float factor = is_same<Element, bf16> ? 1.f : kFp16Limit;  // |ds2| is about 1 at most
+
+    // Of a row of this thread; those that do not exist take no part.
+    SKL_DEVICE WeightedStatistics weighted_row(int line, int batch_idx, int head_idx) const {
+        const int num_queries = params.range.num_queries, query = first_row + row_of_line(line);
+        const int64 head =
+            (static_cast<int64>(batch_idx) * params.num_heads + head_idx) * num_queries;
+        const auto* rows =
+            reinterpret_cast<const WeightedStatistics*>(params.row_statistics) + head;
+        return query < num_queries ? rows[query] : weighted<kSide>(no_row(), 0.f);
+    }
+    SKL_DEVICE void load(int batch_idx, int head_idx) {
+        SKL_UNROLL
+        for (int line = 0; line < 2; ++line)
+            statistics[line] = per_weight1<kSide>(weighted_row(line, batch_idx, head_idx));
+    }
+    SKL_DEVICE WeightedStatistics row(int line) const {
+        WeightedStatistics row = statistics[line];
+        row.weight1 = 1.f;  // a constant to the compiler
+        return is_same<Element, bf16> ? row : times<kSide>(row, factor);
+    }
+    SKL_DEVICE bool next(const PairSmem<Traits>&) {
+        first_key += kBlockK;
+        return false;
+    }
+    SKL_DEVICE void reads_fixed(float (&fixed)[2][kBlockK / 4]) const {
+        SKL_UNROLL
+        for (int line = 0; line < 2; ++line) {
+            const WeightedStatistics row = this->row(line);
+            SKL_UNROLL
+            for (float& x : fixed[line]) x = weighted_probability1(x, row, params.scale1);
+        }
+    }
+    SKL_DEVICE void gradients(float (&fixed)[2][kBlockK / 4],
+                              const float (&trained)[2][kBlockK / 4]) const {
+        SKL_UNROLL
+        for (int line = 0; line < 2; ++line) {
+            const WeightedStatistics row = this->row(line);
+            SKL_UNROLL
+            for (int e = 0; e < kBlockK / 4; ++e) {
+                const float x = trained[line][e];
+                float& ds = fixed[line][e];
+                if constexpr (kSide == 2) {
+                    ds = weighted_gradient2(ds, x, row, params.scale2);
+                } else {
+                    ds = weighted_gradient<1>(x, ds, row, params.scale1, params.scale2);
+                }
+            }
+        }
+    }
+    SKL_DEVICE bool is_border() const {
+        return first_key < all.begin || first_key + kBlockK > all.end;
+    }
+    SKL_DEVICE bool mask(float (&ds)[2][kBlockK / 4],
+                         const float (&trained)[2][kBlockK / 4]) const {
+        return mask_gradients(ds, trained, params.range, first_row, first_key);
+    }
+};
+
+template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kNumConsumers, int kBlockK,
+          int kFixedStages, int kTrainedStages, int kFixedSteps, int kTrainedSteps>
+__global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
+    backward_dq_sm90(const __grid_constant__ InputMaps maps,
+                     const __grid_constant__ BackwardParams params) {
+    using Traits = PairTraits<kSide, kHeadDim1, kHeadDim2, kNumConsumers, kBlockK, kFixedStages,
+                              kTrainedStages, kFixedSteps, kTrainedSteps, false>;
+    extern __shared__ __align__(1024) unsigned char smem_bytes[];
+    PairSmem<Traits> smem(shared_address(smem_bytes));
+
+    const int head_of_batch = blockIdx.x / params.num_blocks;
+    const int block_idx = params.num_blocks - 1 - blockIdx.x % params.num_blocks;
+    const int batch_idx = head_of_batch / params.num_heads,
+              head_idx = head_of_batch % params.num_heads;
+    const int first_query = block_idx * Traits::kBlockRows;
+    const KeyRange& range = params.range;
+    const Interval visible = range.any_of(first_query, first_query + Traits::kBlockRows - 1);
+    const int tile_begin = visible.begin / kBlockK, tile_end = ceil_div(visible.end, kBlockK);
+    const int warpgroup = warp_id() / 4;
+    smem.init(1);
+    __syncthreads();
+
+    if (warpgroup == 0) {
+        give_registers<Traits::kProducerRegisters>();
+        if (threadIdx.x != 0) return;
+        constexpr int kFixed = 3 - kSide;
+        // 1. The queries.
+        smem.load_rows(query_map<kFixed>(maps, params, head_idx, batch_idx),
+                       query_map<kSide>(maps, params, head_idx, batch_idx), first_query);
+        // 2. The keys.
+        const HeadMap fixed_keys = key_map<kFixed>(maps, params, head_idx, batch_idx);
+        const HeadMap trained_keys = key_map<kSide>(maps, params, head_idx, batch_idx);
+        SKL_NO_UNROLL
+        for (int tile = tile_begin; tile < tile_end; ++tile)
+            smem.load_tiles(fixed_keys, trained_keys, tile * kBlockK);
+        return;
+    }
+
+    take_registers<Traits::kConsumerRegisters>();
+    // 3. and 4. The tiles that the warpgroup's rows see, of those of the block.
+    const int first_of_group = first_query + 64 * (warpgroup - 1);
+    const Interval any = range.any_of(first_of_group, first_of_group + 63);
+    const bool has_keys = first_of_group < range.num_queries && any.begin < any.end;
+    const int group_begin = has_keys ? any.begin / kBlockK : tile_begin;
+    const int group_end = has_keys ? ceil_div(any.end, kBlockK) : tile_begin;
+    QueryRows<Element, Traits> rows{params, first_of_group + 16 * (warp_id() % 4),
+                                    (group_begin - 1) * kBlockK,
+                                    range.all_of(first_of_group, first_of_group + 63)};
+    rows.load(batch_idx, head_idx);
+    float dq[2][Traits::kTrainedDim / 4];
+    smem.skip_tiles(group_begin - tile_begin);
+    sum_gradients<Element>(dq, smem, rows, group_end - group_begin);
+    smem.skip_tiles(tile_end - group_end);
+
+    // 5. The rows.
+    float row_factor[2];
+    SKL_UNROLL
+    for (int line = 0; line < 2; ++line) {
+        const int query = rows.first_row + row_of_line(line);
+        // A row without keys has a zero gradient, whatever dkl is.
+        const bool counts = query < range.num_queries && range.begin(query) < range.end(query);
+        const float weight1 = rows.weighted_row(line, batch_idx, head_idx).weight1;
+        row_factor[line] = counts ? weight1 * (params.gradient_scale / rows.factor) : 0.f;
+    }
+    store_gradient<Element>(
+        params.dq, batch_idx * params.dq_rows.batch_stride + head_idx * params.dq_rows.head_stride,
+        params.dq_rows.row_stride, rows.first_row, range.num_queries,
+        kSide == 1 ? params.head_dim1 : params.head_dim2, dq, row_factor);
+}
