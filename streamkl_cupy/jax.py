@@ -400,10 +400,10 @@ def _forward_on_cuda(*inputs: Any, options: _Options, is_kept: bool) -> list[Any
 def _backward_on_cuda(dkl: Any, *arrays: Any, options: _Options, wrt: tuple[str, ...]) -> list[Any]:
     current_device = interop.cupy().cuda.runtime.getDevice
     problem = _describe(arrays[:4], options, Device("cuda"))
-    override = plan.current_override()
+    force, override = env.force(), plan.current_override()
     prepared = {
         index: api.prepare_backward(
-            problem, index, override, wrt, "auto", options.deterministic, problem.row
+            problem, index, force, override, wrt, "auto", options.deterministic, problem.row
         )
         for index in _cards()
     }
