@@ -55,7 +55,7 @@ struct PairTraits {
     static constexpr int kSmemBytes = kWalkOffset + kWalkBytes;
 
     // Registers move from the producer to the consumers; the sum may not pass the file's 64 K.
-    static constexpr int kProducerRegisters = 32;
+    static constexpr int kProducerRegisters = kNumConsumers == 3 ? 32 : 24;
     static constexpr int kConsumerRegisters = kNumConsumers == 3 ? 160 : 240;
 };
 
