@@ -54,12 +54,14 @@ struct PairTraits {
     static constexpr int kWalkBytes = kStreamsQueries ? 32 : 0;
     static constexpr int kSmemBytes = kWalkOffset + kWalkBytes;
 
-    // Registers move from the producer to the consumers, out of what the block was launched with:
-    // 168 a thread with two consumers, 128 with three. A warpgroup that asks for more than is there
-    // waits for ever.
+    // Registers move from the producer to the consumers, out of those that the launch bounds give.
     static_assert(kNumConsumers == 2 || kNumConsumers == 3, "no other block is dealt out");
     static constexpr int kProducerRegisters = kNumConsumers == 3 ? 32 : 24;
     static constexpr int kConsumerRegisters = kNumConsumers == 3 ? 160 : 240;
+    static constexpr int kLaunchRegisters = 65536 / (128 * (kNumConsumers + 1)) / 8 * 8;
+    static_assert(kProducerRegisters + kNumConsumers * kConsumerRegisters <=
+                      (kNumConsumers + 1) * kLaunchRegisters,
+                  "a warpgroup that asks for more than is there waits for ever");
 };
 
 // One head of a tensor in the copy engine's eyes.
