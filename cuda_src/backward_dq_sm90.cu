@@ -52,14 +52,6 @@ struct QueryRows {
         first_key += kBlockK;
         return false;
     }
-    SKL_DEVICE void reads_fixed(float (&fixed)[2][kBlockK / 4]) const {
-        SKL_UNROLL
-        for (int line = 0; line < 2; ++line) {
-            const WeightedStatistics row = this->row(line);
-            SKL_UNROLL
-            for (float& x : fixed[line]) x = weighted_probability1(x, row, params.scale1);
-        }
-    }
     SKL_DEVICE void gradients(float (&fixed)[2][kBlockK / 4],
                               const float (&trained)[2][kBlockK / 4]) const {
         SKL_UNROLL
@@ -67,13 +59,10 @@ struct QueryRows {
             const WeightedStatistics row = this->row(line);
             SKL_UNROLL
             for (int e = 0; e < kBlockK / 4; ++e) {
-                const float x = trained[line][e];
-                float& ds = fixed[line][e];
-                if constexpr (kSide == 2) {
-                    ds = weighted_gradient2(ds, x, row, params.scale2);
-                } else {
-                    ds = weighted_gradient<1>(x, ds, row, params.scale1, params.scale2);
-                }
+                const float x = trained[line][e], x_fixed = fixed[line][e];
+                fixed[line][e] =
+                    weighted_gradient<kSide>(kSide == 1 ? x : x_fixed, kSide == 1 ? x_fixed : x,
+                                             row, params.scale1, params.scale2);
             }
         }
     }
@@ -105,7 +94,7 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     const Interval visible = range.any_of(first_query, first_query + Traits::kBlockRows - 1);
     const int tile_begin = visible.begin / kBlockK, tile_end = ceil_div(visible.end, kBlockK);
     const int warpgroup = warp_id() / 4;
-    smem.init(1);
+    smem.init();
     __syncthreads();
 
     if (warpgroup == 0) {

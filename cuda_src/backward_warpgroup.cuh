@@ -54,9 +54,14 @@ struct PairTraits {
     static constexpr int kWalkBytes = kStreamsQueries ? 32 : 0;
     static constexpr int kSmemBytes = kWalkOffset + kWalkBytes;
 
-    // Registers move from the producer to the consumers; the sum may not pass the file's 64 K.
-    static constexpr int kProducerRegisters = 32;
+    // Registers move from the producer to the consumers, out of those that the launch bounds give.
+    static_assert(kNumConsumers == 2 || kNumConsumers == 3, "no other block is dealt out");
+    static constexpr int kProducerRegisters = kNumConsumers == 3 ? 32 : 24;
     static constexpr int kConsumerRegisters = kNumConsumers == 3 ? 160 : 240;
+    static constexpr int kLaunchRegisters = 65536 / (128 * (kNumConsumers + 1)) / 8 * 8;
+    static_assert(kProducerRegisters + kNumConsumers * kConsumerRegisters <=
+                      (kNumConsumers + 1) * kLaunchRegisters,
+                  "a warpgroup that asks for more than is there waits for ever");
 };
 
 // One head of a tensor in the copy engine's eyes.
@@ -104,11 +109,10 @@ struct PairSmem {
 
     // Called by all threads, before the barrier that begins the work. The first of the barriers of
     // the own rows says that they have landed, the second that those of the fixed side may go.
-    SKL_DEVICE void init(int num_trained_producers) const {
+    SKL_DEVICE void init() const {
         if (threadIdx.x == 0) {
             FixedRing::init(base + Traits::kFixedBarriers, 4 * Traits::kNumConsumers);
-            TrainedRing::init(base + Traits::kTrainedBarriers, 4 * Traits::kNumConsumers,
-                              num_trained_producers);
+            TrainedRing::init(base + Traits::kTrainedBarriers, 4 * Traits::kNumConsumers);
             mbarrier_init(own_full(), 1);
             mbarrier_init(own_empty(), 4 * Traits::kNumConsumers);
             mbarrier_fence_init();
@@ -127,8 +131,8 @@ struct PairSmem {
         return base + Traits::kTrainedRingOffset + trained.stage * Traits::kTrainedBytes;
     }
     SKL_DEVICE uint32 zeros() const { return base + Traits::kZerosOffset; }
-    SKL_DEVICE uint32 statistics() const {
-        return base + Traits::kStatisticsOffset + trained.stage * Traits::kStatisticsBytes;
+    SKL_DEVICE int statistics_offset() const {
+        return Traits::kStatisticsOffset + trained.stage * Traits::kStatisticsBytes;
     }
     SKL_DEVICE uint32 own_full() const { return base + Traits::kOwnFull; }
     SKL_DEVICE uint32 own_empty() const { return base + Traits::kOwnEmpty; }
@@ -148,17 +152,23 @@ struct PairSmem {
         fixed_map.load<typename Traits::FixedTile, Traits::kBlockRows>(fixed_rows(), first_row,
                                                                        own_full());
     }
-    SKL_DEVICE void load_tiles(const HeadMap& fixed_map, const HeadMap& trained_map,
-                               int first_row) {
+    // With a trained tile of queries come the statistics of its rows.
+    SKL_DEVICE void load_tiles(const HeadMap& fixed_map, const HeadMap& trained_map, int first_row,
+                               const float* gStatistics = nullptr, int num_rows = 0) {
+        constexpr int kRowBytes = static_cast<int>(sizeof(WeightedStatistics));
         fixed.producer_acquire();
         fixed.producer_expect(Traits::kFixedBytes);
         fixed_map.load<typename Traits::FixedTile, Traits::kBlockCols>(fixed_tile(), first_row,
                                                                        fixed.full());
         fixed.advance();
         trained.producer_acquire();
-        trained.producer_expect(Traits::kTrainedBytes);
+        trained.producer_expect(Traits::kTrainedBytes + num_rows * kRowBytes);
         trained_map.load<typename Traits::TrainedTile, Traits::kBlockCols>(
             trained_tile(), first_row, trained.full());
+        if (num_rows > 0) {
+            bulk_load(base + statistics_offset(), gStatistics, num_rows * kRowBytes,
+                      trained.full());
+        }
         trained.advance();
     }
 
@@ -196,8 +206,8 @@ SKL_DEVICE void add_panels(float (&sum)[2][kHeadDim / 4], const uint32 (&ds)[kSt
                            const ProductOperand& operand) {
     SKL_UNROLL
     for (int k = 0; k < kSteps; ++k) {
-        Wgmma<Element, kHeadDim, 0, 1>::add(
-            sum, ds[k], descriptor_after(operand.descriptor, k * operand.step));
+        Wgmma<Element, kHeadDim, 0, 1>::add(sum, ds[k],
+                                            descriptor_after(operand.descriptor, k * operand.step));
     }
 }
 
@@ -209,7 +219,6 @@ SKL_DEVICE void add_panels(float (&sum)[2][kHeadDim / 4], const uint32 (&ds)[kSt
 //
 //   next(smem)                 the next tile is the one to work on; whether from it on the own
 //                              rows of the fixed side are others
-//   reads_fixed(fixed)         with the trained logits still being made: side 2 only
 //   gradients(fixed, trained)  dS over the fixed logits
 //   is_border()                whether a row may not see all columns, the same for a warpgroup
 //   mask(fixed, trained)       dS of what a row may not see; whether the tile must be scrubbed
@@ -244,7 +253,6 @@ SKL_DEVICE void sum_gradients(float (&sum)[2][Traits::kTrainedDim / 4], PairSmem
         smem.fixed.consumer_wait();
         wgmma_fence();
         fixed_rows.template multiply<Element, kCols>(fixed, smem.fixed_tile());
-        if (kSide == 2) wgmma_commit();
         smem.trained.consumer_wait();
         wgmma_fence();
         trained_rows.template multiply<Element, kCols>(trained, smem.trained_tile());
@@ -253,14 +261,8 @@ SKL_DEVICE void sum_gradients(float (&sum)[2][Traits::kTrainedDim / 4], PairSmem
         wgmma_commit();
 
         // dS of this tile.
-        if constexpr (kSide == 2) {
-            wgmma_wait<2>();
-            pin_all(fixed);
-            work.reads_fixed(fixed);
-            pin_all(fixed);
-        }
         wgmma_wait<1>();
-        if constexpr (kSide == 1) pin_all(fixed);
+        pin_all(fixed);
         pin_all(trained);
         smem.fixed.consumer_release(lane);
         smem.fixed.advance();

@@ -75,23 +75,13 @@ SKL_HOST_DEVICE WeightedStatistics per_weight1(const WeightedStatistics& row) {
     return {row.exponent1, row.exponent2, 1.f, kSide == 2 ? ratio : row.last};
 }
 
-// dkl P1, in units of 1 (side 2) or 1 / ln 2 (side 1).
-SKL_HOST_DEVICE float weighted_probability1(float x1, const WeightedStatistics& row, float scale1) {
-    return fast_exp2(fma(x1, scale1, -row.exponent1)) * row.weight1;
-}
-// dkl ds2 from dkl P1.
-SKL_HOST_DEVICE float weighted_gradient2(float p1, float x2, const WeightedStatistics& row,
-                                         float scale2) {
-    return fma(fast_exp2(fma(x2, scale2, -row.exponent2)), row.last, -p1);
-}
-
 // dkl logit_gradient, in units of 1.
 template <int kSide>
 SKL_HOST_DEVICE float weighted_gradient(float x1, float x2, const WeightedStatistics& row,
                                         float scale1, float scale2) {
-    const float p1 = weighted_probability1(x1, row, scale1);
-    if constexpr (kSide == 2) return weighted_gradient2(p1, x2, row, scale2);
     const float y1 = fma(x1, scale1, -row.exponent1), y2 = fma(x2, scale2, -row.exponent2);
+    const float p1 = fast_exp2(y1) * row.weight1;
+    if constexpr (kSide == 2) return fma(fast_exp2(y2), row.last, -p1);
     const float bracket = (y1 - y2) - row.last;
     return p1 * (is_noise(bracket, row.last) ? 0.f : bracket);
 }

@@ -1101,6 +1101,8 @@ PAIR_KERNELS = ("backward_dq_sm90", "backward_dk_sm90")
 # A consumer's registers, and what it needs of them besides tiles and sums.
 CONSUMER_REGISTERS = 240
 SPARE_REGISTERS = {"backward_dq_sm90": 32, "backward_dk_sm90": 48}
+# More steps in registers were slower: what they take, the exponentials lack.
+MOST_STEPS = 12
 
 
 def pair_warpgroup_tile(
@@ -1125,8 +1127,9 @@ def pair_warpgroup_tiles(kernel: str, fixed: int, trained: int) -> Iterator[Pair
         left = registers - trained // 2 - block_cols - block_cols // 4
         if left < 0:
             continue
-        fixed_steps = min(left // 4, fixed // 16)
-        trained_steps = min(left // 4 - fixed_steps, trained // 16)
+        steps = min(left // 4, MOST_STEPS)
+        fixed_steps = min(steps, fixed // 16)
+        trained_steps = min(steps - fixed_steps, trained // 16)
         for fixed_stages, trained_stages in ((4, 4), (3, 4), (3, 3), (2, 3)):
             yield PairWarpgroupTile(
                 2, block_cols, fixed_stages, trained_stages, fixed_steps, trained_steps

@@ -16,16 +16,6 @@ SKL_DEVICE void store_shared_32(uint32 address, uint32 v) {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
 
-// Volatile, so that they stay behind the barrier that a program waits at before it.
-SKL_DEVICE void load_shared_64(float (&v)[2], uint32 address) {
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v[0]), "=f"(v[1]) : "r"(address));
-}
-SKL_DEVICE void load_shared_128(float (&v)[4], uint32 address) {
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
-                 : "r"(address));
-}
-
 // Adds four neighbouring floats to global memory, in an order among blocks that is not fixed.
 SKL_DEVICE void reduce_add_global(float* address, float a, float b, float c, float d) {
 #if __CUDA_ARCH__ >= 900

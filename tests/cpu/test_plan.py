@@ -1062,7 +1062,7 @@ def test_the_pair_stands_in_where_the_fused_kernel_of_hopper_has_no_tile(side: i
 
 
 def test_override_of_the_tile_of_the_pair() -> None:
-    tile = plan.PairWarpgroupTile(1, 32, 2, 3, 1, 2)
+    tile = plan.PairWarpgroupTile(3, 32, 2, 3, 1, 2)
     with plan.override(backward_tiles=dict.fromkeys(plan.PAIR_KERNELS, tile)):
         chosen = plan.backward(hopper_problem(), HOPPER, ("q2", "k2"), deterministic=True)
     for kernel in chosen.kernels[1:]:
