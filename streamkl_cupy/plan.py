@@ -962,6 +962,8 @@ def backward_kernel(
     """The kernel of a job, ``fused``, ``dq`` or ``dk``: Hopper's where it can run.
 
     Its rule is `why_not_sm90`, at least one query, and a tile of the head dimensions that fits.
+    Queries so few that the time is that of reading the keys go to the portable fused kernel, of
+    which two blocks share a multiprocessor: while one waits for its keys the other multiplies.
     """
     portable, hopper = f"backward_{job}_sm80", f"backward_{job}_sm90"
     asked = force or choice.backward_kernel
@@ -978,7 +980,11 @@ def backward_kernel(
         reason = f"expected head dimensions whose tile fits; got {dim1} and {dim2}"
     if reason and asked == hopper:
         raise PlanError(f"{hopper}: {reason}. Unset STREAMKL_FORCE to let the plan choose")
-    return portable if reason else hopper
+    few = job == "fused" and asked is None and problem.num_queries <= FEW_FUSED_QUERIES
+    return portable if reason or few else hopper
+
+
+FEW_FUSED_QUERIES = 16
 
 
 def use_fused(
