@@ -439,7 +439,7 @@ SKL_DEVICE void consume(const BackwardParams& params, const unsigned char* smem,
         }
         if (!is_border(range, first_key, 64, first_query, kBlockQ)) return false;
         int first_key_here = first_key_of_warp;
-        asm volatile("" : "+r"(first_key_here));
+        pin(first_key_here);  // or what the masks make of it stays in registers all the time
         return named_barrier_any<128>(
             Traits::kConsumerBarrier + group,
             mask_transposed(ds, trained, range, first_key_here, first_query));

@@ -70,3 +70,10 @@ SKL_HOST_DEVICE void pin(float& x) {
     (void)x;
 #endif
 }
+SKL_HOST_DEVICE void pin(int& x) {
+#if defined(__CUDA_ARCH__)
+    asm volatile("" : "+r"(x));
+#else
+    (void)x;
+#endif
+}

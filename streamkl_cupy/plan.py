@@ -935,7 +935,7 @@ def _side(
         dk, key_blocks = kernel("dk", problem.num_keys, key_heads)
     if wants_dq and not deterministic and problem.num_rows > 0 and problem.num_keys > 0:
         candidate, fused_blocks = kernel("fused", problem.num_keys, key_heads, has_dk=wants_dk)
-        if use_fused(strategy, device, candidate, dq, dk):
+        if use_fused(strategy, problem.num_queries, device, candidate, dq, dk):
             fused, key_blocks, dq, dk, dq_blocks = (candidate, fused_blocks, None, None, 0)
             row_tiles = _ceil_div(problem.num_queries, 16)
             scratch = heads * row_tiles * 16 * trained * FLOAT_BYTES
@@ -962,6 +962,8 @@ def backward_kernel(
     """The kernel of a job, ``fused``, ``dq`` or ``dk``: Hopper's where it can run.
 
     Its rule is `why_not_sm90`, at least one query, and a tile of the head dimensions that fits.
+    Queries so few that the time is that of reading the keys go to the portable fused kernel, of
+    which two blocks share a multiprocessor: while one waits for its keys the other multiplies.
     """
     portable, hopper = f"backward_{job}_sm80", f"backward_{job}_sm90"
     asked = force or choice.backward_kernel
@@ -978,11 +980,16 @@ def backward_kernel(
         reason = f"expected head dimensions whose tile fits; got {dim1} and {dim2}"
     if reason and asked == hopper:
         raise PlanError(f"{hopper}: {reason}. Unset STREAMKL_FORCE to let the plan choose")
-    return portable if reason else hopper
+    few = job == "fused" and asked is None and problem.num_queries <= FEW_FUSED_QUERIES
+    return portable if reason or few else hopper
+
+
+FEW_FUSED_QUERIES = 16
 
 
 def use_fused(
     strategy: str,
+    num_queries: int,
     device: DeviceFacts,
     fused: KernelPlan | None,
     dq: KernelPlan | None,
@@ -990,16 +997,17 @@ def use_fused(
 ) -> bool:
     """Whether the fused kernel takes the place of the separate ones.
 
-    Where both gradients are wanted it does four products instead of six and wins, unless Hopper's
-    kernels would have to make way for the portable one, whenever its
-    blocks of keys fill the card. Where only dQ is wanted it wins only if there are too few blocks
-    of queries to fill the card.
+    Where both gradients are wanted it does four products instead of six and wins whenever its
+    blocks of keys fill the card, unless Hopper's kernels would have to make way for the portable
+    one (with few queries that is the faster one). Where only dQ is wanted it wins only if there are
+    too few blocks of queries to fill the card.
     """
     if fused is None or strategy == "separate":
         return False
     if strategy == "fused" and dk is not None:
         return True
-    if fused.boxes is None and any(step is not None and step.boxes for step in (dq, dk)):
+    is_hopper = any(step is not None and step.boxes is not None for step in (dq, dk))
+    if is_hopper and fused.boxes is None and num_queries > FEW_FUSED_QUERIES:
         return False
     fills = fused.grid >= device.num_sms
     if dk is not None:

@@ -172,6 +172,32 @@ int visit_queries(const KeyRange& range, const Block& block, int num_splits, int
     return visits.num_wrong;
 }
 
+// What the warps of a key-stationary block do with a tile of queries.
+template <int kBlockRows, int kBlockQ>
+void visit_keys_of_tile(Visits& visits, int first_key_of_block, int first_query, int rows_per_warp,
+                        int chunk_q) {
+    const KeyRange& range = visits.range;
+    for (int row = 0; row < kBlockRows; row += rows_per_warp) {
+        const int first_key = first_key_of_block + row;
+        for (int chunk = 0; chunk < kBlockQ; chunk += chunk_q) {
+            const int first = first_query + chunk, last = first + chunk_q - 1;
+            const Interval any = range.any_of(first, last), all = range.all_of(first, last);
+            if (first >= range.num_queries || first_key >= any.end ||
+                first_key + rows_per_warp <= any.begin)
+                continue;
+            const bool is_border = first_key < all.begin || first_key + rows_per_warp > all.end ||
+                                   last >= range.num_queries;
+            for (int query = first; query <= last; ++query) {
+                const int end = query < range.num_queries ? range.end(query) : 0;
+                for (int key = first_key; key < first_key + rows_per_warp; ++key) {
+                    if (!is_border || (key >= range.begin(query) && key < end))
+                        visits.add(query, key);
+                }
+            }
+        }
+    }
+}
+
 template <int kSide, int kBlockRows, int kBlockQ>
 int visit_keys(const BackwardParams& params, int num_batches, int rows_per_warp, int chunk_q,
                int* counts) {
@@ -194,27 +220,46 @@ int visit_keys(const BackwardParams& params, int num_batches, int rows_per_warp,
             const int64 head =
                 static_cast<int64>(walk.batch_idx) * params.num_heads + tile.head_idx;
             Visits visits{range, counts + head * range.num_queries * range.num_keys};
-            for (int row = 0; row < kBlockRows; row += rows_per_warp) {
-                const int first_key = walk.first_key + row;
-                for (int chunk = 0; chunk < kBlockQ; chunk += chunk_q) {
-                    const int first = tile.first_query + chunk, last = first + chunk_q - 1;
-                    const Interval any = range.any_of(first, last), all = range.all_of(first, last);
-                    if (first >= range.num_queries || first_key >= any.end ||
-                        first_key + rows_per_warp <= any.begin)
-                        continue;
-                    const bool is_border = first_key < all.begin ||
-                                           first_key + rows_per_warp > all.end ||
-                                           last >= range.num_queries;
-                    for (int query = first; query <= last; ++query) {
-                        const int end = query < range.num_queries ? range.end(query) : 0;
-                        for (int key = first_key; key < first_key + rows_per_warp; ++key) {
-                            if (!is_border || (key >= range.begin(query) && key < end))
-                                visits.add(query, key);
-                        }
-                    }
-                }
-            }
+            visit_keys_of_tile<kBlockRows, kBlockQ>(visits, walk.first_key, tile.first_query,
+                                                    rows_per_warp, chunk_q);
             num_wrong += visits.num_wrong;
+        }
+    }
+    return num_wrong;
+}
+
+// A block of backward_fused_sm90, run after run of heads that share the keys of both sides.
+template <int kSide>
+int visit_keys_staggered(const BackwardParams& params, int num_batches, int* counts) {
+    constexpr int kBlockRows = 128, kBlockQ = 64;
+    const KeyRange& range = params.range;
+    const int group = kSide == 1 ? params.group1 : params.group2;
+    const int other_group = kSide == 1 ? params.group2 : params.group1;
+    int num_wrong = 0;
+    const int num_blocks = num_batches * (params.num_heads / group) * params.num_blocks;
+    for (int block_idx = 0; block_idx < num_blocks; ++block_idx) {
+        StaggeredWalk<kSide, kBlockRows, kBlockQ> walk;
+        walk.start(params, block_idx);
+        int num_runs = 0;
+        for (int head_idx = walk.head_begin; head_idx < walk.head_end;
+             head_idx = walk.end_of_run(head_idx)) {
+            if (walk.run_of(head_idx) != num_runs++) ++num_wrong;
+            const int end_of_run = walk.end_of_run(head_idx);
+            int first_query = walk.start_query;
+            for (int i = 0; i < (end_of_run - head_idx) * walk.num_tiles; ++i) {
+                const int head = head_idx + i / walk.num_tiles;
+                if (head / other_group != head_idx / other_group ||
+                    head / group != walk.key_head_idx || first_query % kBlockQ != 0 ||
+                    (i % walk.num_tiles == 0 && first_query != walk.start_query))
+                    ++num_wrong;
+                const int64 head_of_batch =
+                    static_cast<int64>(walk.batch_idx) * params.num_heads + head;
+                Visits visits{range, counts + head_of_batch * range.num_queries * range.num_keys};
+                visit_keys_of_tile<kBlockRows, kBlockQ>(visits, walk.first_key, first_query, 64,
+                                                        kBlockQ);
+                num_wrong += visits.num_wrong;
+                first_query = walk.next_query(first_query);
+            }
         }
     }
     return num_wrong;
@@ -294,6 +339,19 @@ extern "C" int count_backward(const KeyRange* range, int side, int num_batches, 
                        : side == 2 && block_rows == 128 && block_q == 48 ? visit_keys<2, 128, 48>
                                                                          : nullptr;
     return visit == nullptr ? -1 : visit(params, num_batches, rows_per_warp, chunk_q, counts);
+}
+
+// The same for backward_fused_sm90; also counts tiles out of place.
+extern "C" int count_backward_staggered(const KeyRange* range, int side, int num_batches,
+                                        int num_heads, int group1, int group2, int* counts) {
+    BackwardParams params{};
+    params.range = *range;
+    params.num_heads = num_heads;
+    params.group1 = group1;
+    params.group2 = group2;
+    params.num_blocks = ceil_div(range->num_keys, 128);
+    return side == 1 ? visit_keys_staggered<1>(params, num_batches, counts)
+                     : visit_keys_staggered<2>(params, num_batches, counts);
 }
 
 // What a block of keys keeps in static shared memory.

@@ -731,6 +731,35 @@ def test_key_stationary_blocks_visit_each_pair_once(
     np.testing.assert_array_equal(counts, expected)
 
 
+@many(max_examples=60)
+@given(
+    num_queries=st.one_of(LONGER, st.integers(100, 700)),
+    num_keys=st.one_of(LONGER, st.integers(100, 700)),
+    causal=st.booleans(),
+    side=st.sampled_from((1, 2)),
+    groups=st.sampled_from(((1, 1, 1), (6, 3, 2), (6, 2, 6), (4, 4, 1), (6, 6, 3))),
+)
+@example(num_queries=0, num_keys=70, causal=False, side=2, groups=(6, 2, 3))
+@example(num_queries=70, num_keys=0, causal=True, side=1, groups=(6, 2, 3))
+def test_blocks_that_go_round_visit_each_pair_once(
+    library: ctypes.CDLL,
+    num_queries: int,
+    num_keys: int,
+    causal: bool,
+    side: int,
+    groups: tuple[int, int, int],
+) -> None:
+    num_batches, (num_heads, group1, group2) = 2, groups
+    counts = np.zeros((num_batches, num_heads, num_queries, num_keys), np.int32)
+    keys = pointer(key_range(num_queries, num_keys, causal))
+    num_wrong = library.count_backward_staggered(
+        keys, side, num_batches, num_heads, group1, group2, pointer(counts)
+    )
+    assert num_wrong == 0
+    expected = np.broadcast_to(allowed(num_queries, num_keys, causal), counts.shape)
+    np.testing.assert_array_equal(counts, expected)
+
+
 # ---------------------------------------------------------------------------------------- smem.cuh
 
 

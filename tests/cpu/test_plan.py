@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import functools
 import itertools
 import math
 import re
@@ -101,14 +100,13 @@ def stationary_rows(kernel: KernelPlan) -> int:
     return int(16 * chosen["kRowTiles"] * chosen.get("kNumWarps", chosen.get("kNumWarpsQ")))
 
 
-@functools.cache
-def specialisations(arch: str) -> frozenset[plan.Specialisation]:
-    return frozenset(plan.specialisations(arch))
+# Listed here and now, or the first example of a test would be late.
+SPECIALISATIONS = {arch: frozenset(plan.specialisations(arch)) for arch in plan.TYPICAL_CARDS}
 
 
 def assert_launchable(kernels: Sequence[KernelPlan], card: DeviceFacts) -> None:
     for kernel in kernels:
-        assert (kernel.kernel, kernel.template) in specialisations(card.arch)
+        assert (kernel.kernel, kernel.template) in SPECIALISATIONS[card.arch]
         assert 0 < kernel.grid < 2**31
         assert 0 < kernel.block <= 1024
         assert kernel.block % 32 == 0
@@ -796,7 +794,7 @@ def test_every_pair_of_head_dims_has_a_warpgroup_tile(
     chosen = plan.forward(problem, HOPPER, force="forward_sm90")
     assert chosen.heads_per_tile == (4 if is_packed else 1)
     (kernel, *_) = chosen.kernels
-    assert (kernel.kernel, kernel.template) in specialisations("sm_90a")
+    assert (kernel.kernel, kernel.template) in SPECIALISATIONS["sm_90a"]
 
 
 def has_fused_tile(dim1: int, dim2: int, side: int) -> bool:
@@ -911,7 +909,8 @@ def test_hopper_backward(problem: Problem, wrt: tuple[str, ...], strategy: str) 
             assert arguments(side.prepare)["kIsWeighted"] == bool(wide)
         if side.fused is None:
             continue
-        assert bool(wide) == has_fused_tile(*dims, side.side)
+        few = problem.num_queries <= plan.FEW_FUSED_QUERIES
+        assert bool(wide) == (has_fused_tile(*dims, side.side) and not few)
         if not wide:
             continue
         assert wide == [side.fused]
@@ -956,6 +955,17 @@ def test_a_forced_kernel_binds_its_direction_only() -> None:
     assert plan.forward(problem, HOPPER, force="backward_fused_sm80") == forward
     with pytest.raises(PlanError, match=r"STREAMKL_FORCE: expected one of .*backward_fused_sm90"):
         plan.backward(problem, HOPPER, ("q2",), force="backward")
+
+
+@pytest.mark.parametrize(("num_queries", "generation"), [(1, "sm80"), (16, "sm80"), (17, "sm90")])
+def test_few_queries_take_the_portable_fused_kernel(num_queries: int, generation: str) -> None:
+    problem = hopper_problem(num_queries=num_queries, num_keys=2**17)
+    for wrt in (("q2", "k2"), ("q1",)):
+        side = plan.backward(problem, HOPPER, wrt).sides[0]
+        assert side.fused is not None
+        assert side.generation == generation
+    forced = plan.backward(problem, HOPPER, ("q2", "k2"), force="backward_fused_sm90")
+    assert forced.sides[0].generation == "sm90"
 
 
 def test_override_of_the_fused_tile() -> None:
