@@ -78,7 +78,8 @@ __global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ* kNum
 
     const ForwardBlock block = forward_block(params, blockIdx.x);
     const int batch_idx = block.batch_idx, head_idx = block.head_idx;
-    const int warp_q = warp_id() % kNumWarpsQ, warp_k = warp_id() / kNumWarpsQ;
+    const int warp_q = warp_id() % kNumWarpsQ;
+    const int warp_k = kNumWarpsK == 1 ? 0 : warp_id() / kNumWarpsQ;
     const int first_row = warp_q * Traits::kRowsPerWarp;
     const TileRows<kIsPacked> rows(params, block, first_row);
     const KeyRange& range = params.range;
@@ -114,7 +115,8 @@ __global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ* kNum
 
     // 2. The ring of key tiles.
     const TileRange tiles = tiles_of_split<kBlockK>(
-        range, block.first_query, params.queries_per_tile, block.split_idx, params.num_splits);
+        range, block.first_query, kIsPacked ? params.queries_per_tile : Traits::kBlockQ,
+        block.split_idx, params.num_splits);
     const auto load_stage = [&](int tile, int stage) {
         if (tile < tiles.end) {
             const uint32 sK1 = sRing + stage * Traits::kStageBytes;

@@ -605,7 +605,7 @@ def warpgroup_tile(
     """Choose a tile of `warpgroup_tiles` and into how many parts the keys are split: what takes the
     least time by `warpgroup_time`; the first of equals."""
     dims = bucket(problem.head_dim1), bucket(problem.head_dim2)
-    is_packed = heads_per_tile(problem, 2) > 1
+    is_packed = heads_per_tile(problem, WARPGROUP_ROWS) > 1
     tiles = [tile for tile in warpgroup_tiles(*dims, is_packed) if _fits(tile, dims, device)]
     if choice.forward_tile is not None:
         tiles = [cast(WarpgroupTile, choice.forward_tile)]
@@ -630,6 +630,9 @@ def warpgroup_tile(
 def _fits(tile: WarpgroupTile, dims: tuple[int, int], device: DeviceFacts) -> bool:
     return tile.fits(*dims, device.shared_memory_per_block)
 
+
+# Rows of the narrowest tile of forward_sm90, the only one that wide head dims have.
+WARPGROUP_ROWS = 128
 
 # Measured on an H200 in units of the time that a block of three consumers takes for 128 keys
 # (2.65 us at head dims of 128): the start and the end of a block, the merge of splits, and the
@@ -1377,7 +1380,7 @@ def tile_candidates(
         few = dict.fromkeys(tile for n in ROW_CLASSES for tile in forward_tiles(*dims, n))
         return tuple(tile for tile in few if tile.shared_memory(*dims) <= limit)
     if kernel == "forward_sm90":
-        listed = warpgroup_tiles(*dims, heads_per_tile(problem, 2) > 1)
+        listed = warpgroup_tiles(*dims, heads_per_tile(problem, WARPGROUP_ROWS) > 1)
         wide = dict.fromkeys((*listed, *warpgroup_grid(*dims, limit)))
         return tuple(tile for tile in wide if tile.fits(*dims, limit))
     if kernel in PAIR_KERNELS:

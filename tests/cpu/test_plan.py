@@ -785,14 +785,14 @@ HOPPER = plan.device_facts("sm_90a")
 def test_every_pair_of_head_dims_has_a_warpgroup_tile(
     dim1: int, dim2: int, is_packed: bool
 ) -> None:
-    few = {"num_queries": 40, "num_heads": 8, "num_key_heads1": 2, "num_key_heads2": 2}
+    few = {"num_queries": 40, "num_heads": 14, "num_key_heads1": 2, "num_key_heads2": 2}
     problem = hopper_problem(head_dim1=dim1, head_dim2=dim2, **(few if is_packed else {}))
     tile, _ = plan.warpgroup_tile(problem, HOPPER)
     assert tile.shared_memory(dim1, dim2) <= HOPPER.shared_memory_per_block
     assert tile.block_k % 8 == 0, "panels of eight rows"
     assert 64 <= max(tile.stationary_rows, tile.block_k) <= 256, "a box of the copy engine"
     chosen = plan.forward(problem, HOPPER, force="forward_sm90")
-    assert chosen.heads_per_tile == (4 if is_packed else 1)
+    assert chosen.heads_per_tile == (7 if is_packed else 1)
     (kernel, *_) = chosen.kernels
     assert (kernel.kernel, kernel.template) in SPECIALISATIONS["sm_90a"]
 
