@@ -21,6 +21,7 @@ import os
 import re
 import shutil
 import stat
+import struct
 import sys
 import tempfile
 import threading
@@ -481,6 +482,50 @@ def resource_usage(built: Built) -> ResourceUsage:
     if registers is None or not has_properties:
         raise ValueError(f"log: expected the report of ptxas on {built.symbol}, got {built.log!r}.")
     return ResourceUsage(registers, stack_bytes, spill_bytes)
+
+
+def stack_bytes(cubin: bytes) -> int:
+    """Bytes of stack a thread of a cubin's kernels: what spilled registers take, if nothing else.
+
+    Read off the ELF section ``.nv.info``, for the log is silent under some versions of cuda.core.
+
+    Parameters
+    ----------
+    cubin : bytes
+        Of one kernel.
+
+    Returns
+    -------
+    int
+
+    Raises
+    ------
+    ValueError
+        If it is no cubin, or one that does not say.
+    """
+    try:
+        (section_offset,) = struct.unpack_from("<Q", cubin, 40)
+        entry_size, num_sections, names_idx = struct.unpack_from("<HHH", cubin, 58)
+        sections = [
+            struct.unpack_from("<IIQQQQ", cubin, section_offset + idx * entry_size)
+            for idx in range(num_sections)
+        ]
+        found = []
+        for name_offset, _, _, _, position, size in sections:
+            name = sections[names_idx][4] + name_offset
+            if cubin[name : cubin.index(b"\0", name)] != b".nv.info":
+                continue
+            end = position + size
+            while position < end:
+                # Attributes: format, kind, and 16 bits: a value, or the size of what follows.
+                form, kind, value = struct.unpack_from("<BBH", cubin, position)
+                position += 4
+                if (form, kind) == (4, 0x12):  # EIATTR_MIN_STACK_SIZE: a symbol and its bytes
+                    found.append(struct.unpack_from("<II", cubin, position)[1])
+                position += value if form == 4 else 0
+        return int(max(found))
+    except (IndexError, struct.error, ValueError) as error:
+        raise ValueError("cubin: expected an ELF file that tells the stack of a kernel") from error
 
 
 def cache_directory() -> Path:

@@ -130,6 +130,21 @@ def test_launch_bounds_are_read_from_the_cubin(toys: list[Task], arch: str) -> N
         assert compile_all.max_threads(built.path.read_bytes(), built.symbol) == num_threads
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"], indirect=True)
+def test_stack_is_read_from_the_cubin(toys: list[Task], arch: str) -> None:
+    for kernel in ("good", "stack", "spilling"):
+        built = jit.build(kernel, (), arch, sources=toys[0].sources)
+        num_bytes = jit.stack_bytes(built.path.read_bytes())
+        assert num_bytes == jit.resource_usage(built).stack_bytes
+        assert (num_bytes > 0) == (kernel != "good")
+
+
+@pytest.mark.parametrize("cubin", [b"", b"no ELF file", bytes(4096)])
+def test_what_is_no_cubin_has_no_stack(cubin: bytes) -> None:
+    with pytest.raises(ValueError, match="expected an ELF file"):
+        jit.stack_bytes(cubin)
+
+
 def test_the_command_without_a_compiler(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

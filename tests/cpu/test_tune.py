@@ -248,23 +248,23 @@ def test_slow_candidates_are_not_timed_for_long() -> None:
 # --------------------------------------------------------------------------------------- compiling
 
 
-def test_kernels_that_must_not_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = {"fine": 0, "spills": 24}
-
-    def build(kernel: str, template: jit.Template, arch: str) -> str:
+def test_kernels_that_must_not_be_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def build(kernel: str, template: jit.Template, arch: str) -> jit.Built:
         if kernel == "broken":
             raise jit.CompileError(kernel, arch, "nvrtc", "error: no")
-        return kernel
+        path = tmp_path / kernel
+        path.write_text(kernel)
+        return jit.Built(path, kernel, "")
 
     monkeypatch.setattr(jit, "build", build)
-    monkeypatch.setattr(jit, "resource_usage", lambda built: jit.ResourceUsage(9, 0, usage[built]))
+    monkeypatch.setattr(jit, "stack_bytes", {b"fine": 0, b"spills": 24}.__getitem__)
     monkeypatch.setattr(tune.os, "cpu_count", lambda: 1)
     seen: list[str] = []
     kernels = [("fine", ()), ("spills", ()), ("broken", ())]
     refused = tune.compile_kernels(kernels, "sm_90a", on_step=seen.append)
     assert seen == ["fine", "spills", "broken"]
     assert set(refused) == set(kernels[1:])
-    assert refused["spills", ()] == "24 bytes of spills"
+    assert refused["spills", ()] == "24 bytes of spilled registers"
     assert "could not compile" in refused["broken", ()]
 
 

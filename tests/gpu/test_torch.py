@@ -421,6 +421,6 @@ def test_10000_calls_do_not_grow(door: Any, torch: Any, problem: Problem) -> Non
 
     device, host = calls(1000)
     device_after, host_after = calls(4000)
-    assert device_after == device
+    assert device_after <= device
     # A leak of one small object a call would show.
     assert host_after - host < 400_000
