@@ -641,6 +641,7 @@ class Card:
         self,
         problem: Problem,
         index: int,
+        force: str | None,
         override: object,
         wrt: tuple[str, ...],
         strategy: str,
@@ -649,7 +650,9 @@ class Card:
     ) -> Prepared:
         check_gpu(problem)
         assert dkl == problem.row
-        chosen = plan.backward(problem, FACTS, wrt, strategy=strategy, deterministic=deterministic)
+        chosen = plan.backward(
+            problem, FACTS, wrt, strategy=strategy, deterministic=deterministic, force=force
+        )
 
         def launch(pointers: dict[str, int]) -> None:
             names = ("dkl", "kl", "lse1", "lse2", "lse1_low", "lse2_low")
