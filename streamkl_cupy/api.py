@@ -412,20 +412,24 @@ def warmup(
         def prepare(kernel: str, template: jit.Template, shared_memory: int) -> object:
             return jit.function(kernel, template, facts.arch, index, shared_memory=shared_memory)
 
+    force = env.force()
     plans: list[plan.ForwardPlan | plan.BackwardPlan] = []
     for problem in _warmup_problems(head_dim1, head_dim2, dtype, unaligned):
-        plans.append(plan.forward(problem, facts, force=env.force()))
+        plans.append(plan.forward(problem, facts, force=force))
         for strategy in STRATEGIES if backward else ():
-            plans.append(plan.backward(problem, facts, wrt, strategy=strategy, force=env.force()))
+            plans.append(plan.backward(problem, facts, wrt, strategy=strategy, force=force))
     dims = plan.bucket(head_dim1), plan.bucket(head_dim2)
     for one in facts.tuned:
         of, problem = one.problem_class, choices.problem_of(one)
         if (of.dtype, of.head_dim1, of.head_dim2) != (dtype, *dims):
             continue
         if not of.wrt:
-            plans.append(plan.forward(problem, facts, force=env.force()))
+            plans.append(plan.forward(problem, facts, force=force))
         elif backward:
-            plans.append(plan.backward(problem, facts, of.wrt, deterministic=of.deterministic))
+            planned = plan.backward(
+                problem, facts, of.wrt, deterministic=of.deterministic, force=force
+            )
+            plans.append(planned)
     kernels: dict[tuple[str, jit.Template], int] = {}
     for item in (kernel for ready in plans for kernel in ready.kernels):
         name = (item.kernel, item.template)

@@ -34,8 +34,10 @@ from streamkl_cupy.problem import (
     Problem,
     check_flag,
     check_options,
+    check_reduction,
     describe,
     message,
+    num_seeing,
 )
 
 _INSTALL = (
@@ -56,7 +58,6 @@ if jax.__version_info__ < (0, 10):
 
 __all__ = ["attention_kl"]
 
-REDUCTIONS = ("none", "sum", "mean", "batchmean")
 # What the forward keeps for the backward, in this order in one buffer.
 _SAVED = ("lse1", "lse2", "lse1_low", "lse2_low")
 
@@ -143,9 +144,7 @@ def attention_kl(
     causal, scale1, scale2, layout = check_options(causal, scale1, scale2, layout)
     check_flag("deterministic", deterministic)
     check_flag("return_lse", return_lse)
-    if reduction not in REDUCTIONS:
-        expected = '"none", "sum", "mean" or "batchmean"'
-        raise ValueError(message("reduction", expected, repr(reduction), "name one of them"))
+    check_reduction(reduction)
     arrays = dict(zip(INPUTS, (q1, k1, q2, k2), strict=True))
     if row_weights is not None:
         arrays["row_weights"] = row_weights
@@ -207,15 +206,14 @@ def _reduce(kl: Any, row_weights: Any, problem: Problem, reduction: str) -> Any:
         return kl.sum()
     if reduction == "batchmean":
         return kl.sum() / max(kl.shape[0] if kl.ndim > 1 else 1, 1)
-    # The first rows may see no key; none does where there are no keys.
-    num_keyless = problem.num_queries if not problem.num_keys else 0
-    if problem.causal:
-        num_keyless = max(0, problem.num_queries - problem.num_keys)
+    num_rows_seeing = num_seeing(problem.num_queries, problem.num_keys, problem.causal)
     if weights is None:
         heads = problem.batch * problem.num_heads
-        return kl.sum() / max(heads * (problem.num_queries - num_keyless), 1)
+        return kl.sum() / max(heads * num_rows_seeing, 1)
     row_axis = 1 if problem.layout == "bnhd" else kl.ndim - 1
-    total = jax.lax.slice_in_dim(weights, num_keyless, None, axis=row_axis).sum()
+    # The rows without a key are the first.
+    first = problem.num_queries - num_rows_seeing
+    total = jax.lax.slice_in_dim(weights, first, None, axis=row_axis).sum()
     # No weight at all: no row counts, and the mean of none is 0 as it is without weights.
     return kl.sum() / jax.numpy.where(total == 0, 1, total)
 

@@ -504,28 +504,46 @@ def stack_bytes(cubin: bytes) -> int:
         If it is no cubin, or one that does not say.
     """
     try:
-        (section_offset,) = struct.unpack_from("<Q", cubin, 40)
-        entry_size, num_sections, names_idx = struct.unpack_from("<HHH", cubin, 58)
-        sections = [
-            struct.unpack_from("<IIQQQQ", cubin, section_offset + idx * entry_size)
-            for idx in range(num_sections)
-        ]
-        found = []
-        for name_offset, _, _, _, position, size in sections:
-            name = sections[names_idx][4] + name_offset
-            if cubin[name : cubin.index(b"\0", name)] != b".nv.info":
-                continue
-            end = position + size
-            while position < end:
-                # Attributes: format, kind, and 16 bits: a value, or the size of what follows.
-                form, kind, value = struct.unpack_from("<BBH", cubin, position)
-                position += 4
-                if (form, kind) == (4, 0x12):  # EIATTR_MIN_STACK_SIZE: a symbol and its bytes
-                    found.append(struct.unpack_from("<II", cubin, position)[1])
-                position += value if form == 4 else 0
-        return int(max(found))
+        # EIATTR_MIN_STACK_SIZE: a symbol and its bytes.
+        words = [words for kind, words in cubin_attributes(cubin, ".nv.info") if kind == 0x12]
+        return max(num_bytes for _, num_bytes in words)
     except (IndexError, struct.error, ValueError) as error:
         raise ValueError("cubin: expected an ELF file that tells the stack of a kernel") from error
+
+
+def cubin_attributes(cubin: bytes, section: str) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """What an ELF section of attributes says: the kind of each (``EIATTR_...``) and its words.
+
+    Parameters
+    ----------
+    cubin : bytes
+        The file.
+    section : str
+        ``".nv.info"``, or with a dot and a symbol behind it that of one kernel.
+
+    Yields
+    ------
+    tuple of int and tuple of int
+        Attributes whose value is of words of 32 bits; the others are passed over.
+    """
+    (section_offset,) = struct.unpack_from("<Q", cubin, 40)
+    entry_size, num_sections, names_idx = struct.unpack_from("<HHH", cubin, 58)
+    sections = [
+        struct.unpack_from("<IIQQQQ", cubin, section_offset + idx * entry_size)
+        for idx in range(num_sections)
+    ]
+    for name_offset, _, _, _, position, size in sections:
+        name = sections[names_idx][4] + name_offset
+        if cubin[name : cubin.index(b"\0", name)].decode() != section:
+            continue
+        end = position + size
+        while position < end:
+            # Format, kind, and 16 bits: the value, or the bytes of what follows.
+            form, kind, value = struct.unpack_from("<BBH", cubin, position)
+            position += 4
+            if form == 4:
+                yield kind, struct.unpack_from(f"<{value // 4}I", cubin, position)
+                position += value
 
 
 def cache_directory() -> Path:

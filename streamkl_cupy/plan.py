@@ -894,7 +894,7 @@ def _side(
         strategy = choice.strategy
     tiles = dict(choice.backward_tiles)
     dim1, dim2 = bucket(problem.head_dim1), bucket(problem.head_dim2)
-    trained = dim1 if side == 1 else dim2
+    _, trained = _fixed_and_trained(dim1, dim2, side)
     heads = problem.batch * problem.num_heads
     key_heads = problem.batch * (problem.num_key_heads1 if side == 1 else problem.num_key_heads2)
 
@@ -909,8 +909,8 @@ def _side(
                 tile = pair_warpgroup_tile(name, dim1, dim2, side, device)
             assert tile is not None
             template = pair_warpgroup_template(name, problem.dtype, side, dim1, dim2, tile)
-            fixed = dim2 if side == 1 else dim1
-            boxes, smem = tile.boxes(name), tile.shared_memory(name, fixed, trained)
+            boxes = tile.boxes(name)
+            smem = tile.shared_memory(name, *_fixed_and_trained(dim1, dim2, side))
         elif name == "backward_fused_sm90":
             if not isinstance(tile, BackwardWarpgroupTile):
                 tile = backward_warpgroup_tile(dim1, dim2, side, device)
@@ -1035,7 +1035,7 @@ def backward_tiles(
     As many rows a warp as its accumulators, and guarded loads where addresses or strides are not
     aligned, leave registers for.
     """
-    trained = dim1 if side == 1 else dim2
+    _, trained = _fixed_and_trained(dim1, dim2, side)
     large = (BackwardTile(2, 4, 48, 48, 2),) if trained <= 64 and dim1 + dim2 <= 128 else ()
     medium = (BackwardTile(2, 4, 32, 32, 2),) if trained <= 128 and dim1 + dim2 <= 256 else ()
     if kernel == "backward_dq_sm80" and not aligned and dim1 + dim2 > 128:
@@ -1078,7 +1078,7 @@ def backward_warpgroup_tiles(dim1: int, dim2: int, side: int) -> Iterator[Backwa
     fused kernel has no tile. The other side may have any head dimension that leaves two stages, or
     else one buffer.
     """
-    trained = dim1 if side == 1 else dim2
+    _, trained = _fixed_and_trained(dim1, dim2, side)
     if trained > 192:
         return
     is_wide = dim1 + dim2 > 256
@@ -1125,7 +1125,7 @@ def pair_warpgroup_tile(
     kernel: str, dim1: int, dim2: int, side: int, device: DeviceFacts
 ) -> PairWarpgroupTile | None:
     """Choose the tile of a separate Hopper kernel; None if none fits the card."""
-    fixed, trained = (dim2, dim1) if side == 1 else (dim1, dim2)
+    fixed, trained = _fixed_and_trained(dim1, dim2, side)
     for tile in pair_warpgroup_tiles(kernel, fixed, trained):
         if tile.shared_memory(kernel, fixed, trained) <= device.shared_memory_per_block:
             return tile
@@ -1389,7 +1389,7 @@ def tile_candidates(
         wide = dict.fromkeys((*listed, *warpgroup_grid(*dims, limit)))
         return tuple(tile for tile in wide if tile.fits(*dims, limit))
     if kernel in PAIR_KERNELS:
-        fixed, trained = dims if side == 2 else dims[::-1]
+        fixed, trained = _fixed_and_trained(*dims, side)
         pair = pair_warpgroup_tiles(kernel, fixed, trained)
         return tuple(tile for tile in pair if tile.shared_memory(kernel, fixed, trained) <= limit)
     if kernel == "backward_fused_sm90":
@@ -1424,11 +1424,10 @@ def forward_candidates(problem: Problem, device: DeviceFacts) -> dict[ForwardPla
         for tile in tile_candidates(kernel, problem, device):
             choice = Choice(forward_kernel=kernel, forward_tile=cast(Any, tile))
             free = _forward(problem, device, None, choice)
-            blocks = sum(one.grid for one in free.kernels[:1]) // free.num_splits
-            longest = max(1, problem.num_keys // max(free.tile.block_k, MIN_KEYS_PER_SPLIT))
+            blocks = num_blocks(problem, free.tile, free.heads_per_tile)
             waves = [times * device.num_sms // max(1, blocks) for times in (1, 2, 3, 4)]
             for splits in dict.fromkeys((free.num_splits, 1, *waves)):
-                if 1 <= splits <= longest:
+                if 1 <= splits <= max_splits(problem, free.tile):
                     split = replace(choice, num_splits=splits)
                     found.setdefault(_forward(problem, device, None, split), split)
     return found
@@ -1566,6 +1565,11 @@ def forward_kernels(
 def bucket(head_dim: int) -> int:
     """The padded head dimension that a kernel is compiled for."""
     return next(size for size in BUCKETS if size >= head_dim)
+
+
+def _fixed_and_trained(dim1: int, dim2: int, side: int) -> tuple[int, int]:
+    """The head dims of the other side and of the side that gets gradients."""
+    return (dim2, dim1) if side == 1 else (dim1, dim2)
 
 
 def _ceil_div(a: int, b: int) -> int:

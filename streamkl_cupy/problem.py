@@ -21,6 +21,7 @@ from typing import Any
 INPUTS = ("q1", "k1", "q2", "k2")
 LAYOUTS = ("bhnd", "bnhd")
 STRATEGIES = ("auto", "fused", "separate")
+REDUCTIONS = ("none", "sum", "mean", "batchmean")
 GPU_DTYPES = ("bfloat16", "float16")
 CPU_DTYPES = ("bfloat16", "float16", "float32", "float64")
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -481,6 +482,42 @@ def check_wrt(wrt: Any) -> tuple[str, ...]:
     if not is_known:
         raise ValueError(message("wrt", expected, _spell(wrt), remedy))
     return names
+
+
+def check_reduction(reduction: Any) -> None:
+    """Check how the rows of kl become one number.
+
+    Parameters
+    ----------
+    reduction
+        ``"none"``, ``"sum"``, ``"mean"`` or ``"batchmean"``.
+
+    Raises
+    ------
+    TypeError
+        If it is no string.
+    ValueError
+        If it is another one.
+
+    Examples
+    --------
+    >>> check_reduction("mean")
+    """
+    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
+        error = ValueError if isinstance(reduction, str) else TypeError
+        expected = '"none", "sum", "mean" or "batchmean"'
+        raise error(message("reduction", expected, repr(reduction), "leave it out for the default"))
+
+
+def num_seeing(num_queries: int, num_keys: int, causal: bool) -> int:
+    """How many rows of a head see a key. Those that see none are the first.
+
+    Examples
+    --------
+    >>> num_seeing(5, 3, True), num_seeing(5, 3, False), num_seeing(5, 0, False)
+    (3, 5, 0)
+    """
+    return min(num_queries, num_keys) if causal else num_queries if num_keys else 0
 
 
 def check_strategy(strategy: Any, deterministic: Any) -> None:

@@ -26,13 +26,16 @@ from typing import Any
 from streamkl_cupy import api
 from streamkl_cupy.problem import (
     INPUTS,
+    REDUCTIONS,
     Device,
     Operand,
     check_flag,
     check_gpu,
     check_options,
+    check_reduction,
     describe,
     message,
+    num_seeing,
 )
 from streamkl_cupy.state import KLState
 
@@ -47,8 +50,6 @@ except ImportError as error:
     ) from error
 
 __all__ = ["REDUCTIONS", "AttentionKLLoss", "attention_kl"]
-
-REDUCTIONS = ("none", "sum", "mean", "batchmean")
 
 # In place of an address where there is no memory: aligned, and not null.
 _NO_ADDRESS = 16
@@ -119,7 +120,7 @@ def attention_kl(
         check_options(causal, None, None, layout)
     else:
         causal, scale1, scale2, layout = check_options(causal, scale1, scale2, layout)
-    _check_reduction(reduction)
+    check_reduction(reduction)
     check_flag("return_lse", return_lse)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -193,7 +194,7 @@ class AttentionKLLoss(torch.nn.Module):
         self.causal, self.scale1, self.scale2, self.layout = check_options(
             causal, scale1, scale2, layout
         )
-        _check_reduction(reduction)
+        check_reduction(reduction)
         if deterministic is not None:
             check_flag("deterministic", deterministic)
         self.reduction = reduction
@@ -374,7 +375,7 @@ def _reduce(
     # Which rows see a key follows from the lengths: nothing is read back from the device.
     axis = 1 if kl.ndim == 3 and layout == "bnhd" else kl.ndim - 1
     num_queries = kl.shape[axis]
-    num_seeing = min(num_queries, num_keys) if causal else num_queries if num_keys else 0
+    num_rows_seeing = num_seeing(num_queries, num_keys, causal)
     weighted = kl if row_weights is None else kl * row_weights
     if reduction == "none":
         return weighted
@@ -384,21 +385,15 @@ def _reduce(
     if reduction == "batchmean":
         return total / (max(kl.shape[0], 1) if kl.ndim > 1 else 1)
     if row_weights is None:
-        num_rows = num_seeing
+        num_rows = num_rows_seeing
         for position, length in enumerate(kl.shape):
             num_rows *= length if position != axis else 1
         return total / max(num_rows, 1)
     # The rows without a key are the first.
-    seeing = row_weights.expand(kl.shape).narrow(axis, num_queries - num_seeing, num_seeing)
+    first = num_queries - num_rows_seeing
+    seeing = row_weights.expand(kl.shape).narrow(axis, first, num_rows_seeing)
     divisor = seeing.sum(dtype=kl.dtype)
     return total / torch.where(divisor == 0, 1.0, divisor)
-
-
-def _check_reduction(reduction: Any) -> None:
-    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
-        error = ValueError if isinstance(reduction, str) else TypeError
-        expected = '"none", "sum", "mean" or "batchmean"'
-        raise error(message("reduction", expected, repr(reduction), "leave it out for the default"))
 
 
 def _check_row_weights(row_weights: Any, q1: Tensor) -> None:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import multiprocessing
 import os
-import struct
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -127,27 +127,9 @@ def register_budget(num_threads: int) -> int:
 
 def max_threads(cubin: bytes, symbol: str) -> int | None:
     """The launch bounds of an entry, from the ELF section ``.nv.info.<symbol>`` of its cubin."""
-    section_offset = struct.unpack_from("<Q", cubin, 40)[0]
-    entry_size, num_sections, names_idx = struct.unpack_from("<HHH", cubin, 58)
-    sections = [
-        struct.unpack_from("<IIQQQQ", cubin, section_offset + idx * entry_size)
-        for idx in range(num_sections)
-    ]
-    names_offset = sections[names_idx][4]
-    for name_offset, _, _, _, offset, size in sections:
-        start = names_offset + name_offset
-        if cubin[start : cubin.index(b"\0", start)].decode() != f".nv.info.{symbol}":
-            continue
-        position = offset
-        while position < offset + size:
-            # Attributes: format, kind, and 16 bits: the value, or the size of what follows.
-            form, kind, value = struct.unpack_from("<BBH", cubin, position)
-            position += 4
-            if form == 4:
-                if kind == 5:  # EIATTR_MAX_THREADS: the three extents of a block
-                    x, y, z = struct.unpack_from("<III", cubin, position)
-                    return int(x * y * z)
-                position += value
+    for kind, words in jit.cubin_attributes(cubin, f".nv.info.{symbol}"):
+        if kind == 5:  # EIATTR_MAX_THREADS: the three extents of a block
+            return math.prod(words)
     return None
 
 
