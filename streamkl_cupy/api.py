@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast, overload
 import numpy as np
 
 from streamkl_cupy import choices, env, interop, jit, launch, plan, reference
-from streamkl_cupy.chain import Chain
+from streamkl_cupy.chain import Bound, Chain
 from streamkl_cupy.interop import CPU, Array, CudaLibrary, Group, HostLibrary
 from streamkl_cupy.problem import (
     ALIGNMENT_BYTES,
@@ -478,10 +478,17 @@ class Prepared:
                 file=sys.stderr,
             )
 
-    def load(self) -> None:
-        """Build and load the kernels, unless they are."""
-        self._chain.load()
+    def bind(self, places: Mapping[str, tuple[int, int]]) -> Bound:
+        """Build and load the kernels, unless they are; return what launches them the fastest.
+
+        Parameters
+        ----------
+        places
+            As `Chain.bind` takes them.
+        """
+        bound = self._chain.bind(places)
         self._is_loaded = True
+        return bound
 
     def require_loaded(self, stream: int) -> None:
         """Raise if a kernel would have to be loaded while a graph is being captured."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -98,8 +98,18 @@ class _Block:
         for word, offset in inner:
             self.words[word] = self.address + offset
 
+    def write_map(self, offset: int, tensor: Tensor, pointer: int) -> None:
+        """Let the tensor map at an offset say another address than it does."""
+        if offset in self.mapped:
+            move(self.address + offset, pointer)
+        else:
+            encode(self.address + offset, tensor, pointer)
+        self.mapped[offset] = pointer
+
 
 _Run: TypeAlias = Callable[[_Block, int], None]
+# What one address of a launch belongs in, words and maps, each with bytes beyond the address.
+_Fields: TypeAlias = tuple[list[tuple[int, int]], list[tuple[int, Tensor, int]]]
 
 
 class Chain:
@@ -138,7 +148,7 @@ class Chain:
         # Where in a block: words for addresses of arrays and in the workspace, the bytes of maps,
         # and words that hold the address of a place in the block itself.
         self._addresses: list[tuple[int, str, int]] = []
-        self._workspace: list[tuple[int, int]] = []
+        self._workspace: list[tuple[int, str, int]] = []
         self._maps: list[tuple[int, str, Tensor]] = []
         self._inner: list[tuple[int, int]] = []
         self._places: list[int] = []  # of each step: where its run begins to read
@@ -197,21 +207,43 @@ class Chain:
         words, mapped = block.words, block.mapped
         for word, name, offset in self._addresses:
             words[word] = pointers[name] + offset
-        for word, offset in self._workspace:
+        for word, _, offset in self._workspace:
             words[word] = workspace + offset
         for offset, name, tensor in self._maps:
             if mapped.get(offset) != pointers[name]:
-                self._write_map(block, offset, tensor, pointers[name])
+                block.write_map(offset, tensor, pointers[name])
         for run in runs:
             run(block, stream)
         self._blocks.append(block)
 
-    def _write_map(self, block: _Block, offset: int, tensor: Tensor, pointer: int) -> None:
-        if offset in block.mapped:
-            move(block.address + offset, pointer)
-        else:
-            encode(block.address + offset, tensor, pointer)
-        block.mapped[offset] = pointer
+    def bind(self, places: Mapping[str, tuple[int, int]]) -> Bound:
+        """Fix the order of the addresses; build and load all kernels, as `load` does.
+
+        Parameters
+        ----------
+        places
+            Of each array that there is, ``"workspace"`` included: its position among the addresses
+            of a launch, and how many bytes beyond that address it begins. The others have the
+            address 0.
+
+        Raises
+        ------
+        ImportError, RuntimeError
+            As `load`.
+        """
+        self.load()
+        words: dict[int, list[tuple[int, int]]] = {}
+        maps: dict[int, list[tuple[int, Tensor, int]]] = {}
+        for word, name, offset in (*self._addresses, *self._workspace):
+            if name in places:
+                position, beyond = places[name]
+                words.setdefault(position, []).append((word, beyond + offset))
+        for place, name, tensor in self._maps:
+            position, beyond = places[name]
+            maps.setdefault(position, []).append((place, tensor, beyond))
+        num_addresses = 1 + max((position for position, _ in places.values()), default=-1)
+        fields = [(words.get(i, []), maps.get(i, [])) for i in range(num_addresses)]
+        return Bound(self.steps, places, self._runs, self._template, self._inner, fields)
 
     def _place_address(self, template: bytearray, address: Address) -> int:
         """Append a word for an address; return its offset."""
@@ -223,10 +255,8 @@ class Chain:
     def _fill_in(self, offset: int, address: Address) -> None:
         """Note that an address belongs at an offset."""
         word = offset // _WORD_BYTES
-        if address.name == "workspace":
-            self._workspace.append((word, address.offset))
-        else:
-            self._addresses.append((word, address.name, address.offset))
+        fields = self._workspace if address.name == "workspace" else self._addresses
+        fields.append((word, address.name, address.offset))
 
     def _place_params(self, template: bytearray, params: Params) -> int:
         """Append a struct; return its offset."""
@@ -265,6 +295,71 @@ class Chain:
             shared_memory=plan.shared_memory,
         )
         return _start(cupy.cuda.driver.launchKernel, function, plan, place)
+
+
+class Bound:
+    """A chain whose addresses come in a fixed order, loaded.
+
+    What a launch costs here is what has changed: a block remembers the addresses in it. For callers
+    whose arrays mostly lie where they lay before.
+
+    Attributes
+    ----------
+    steps
+        Of the chain.
+    places
+        As `Chain.bind` takes them.
+    """
+
+    __slots__ = ("_blocks", "_fields", "_inner", "_runs", "_template", "places", "steps")
+
+    def __init__(
+        self,
+        steps: tuple[Step, ...],
+        places: Mapping[str, tuple[int, int]],
+        runs: tuple[_Run, ...],
+        template: bytes,
+        inner: Iterable[tuple[int, int]],
+        fields: Sequence[_Fields],
+    ) -> None:
+        self.steps = steps
+        self.places = places
+        self._runs = runs
+        self._template = template
+        self._inner = inner
+        self._fields = fields  # of each position
+        self._blocks: deque[tuple[_Block, Sequence[int | None]]] = deque()
+
+    def launch(self, addresses: Sequence[int], stream: int) -> None:
+        """Launch all steps. The card must be current.
+
+        Parameters
+        ----------
+        addresses
+            The addresses, which are kept: pass a new list in every call.
+        stream
+            Handle of the stream.
+
+        Raises
+        ------
+        RuntimeError
+            What the driver says of a launch.
+        """
+        try:
+            block, held = self._blocks.pop()
+        except IndexError:
+            block, held = _Block(self._template, self._inner), [None] * len(self._fields)
+        if held != addresses:
+            for fields, before, address in zip(self._fields, held, addresses, strict=True):
+                if before != address:
+                    words, maps = fields
+                    for word, offset in words:
+                        block.words[word] = address + offset
+                    for place, tensor, offset in maps:
+                        block.write_map(place, tensor, address + offset)
+        for run in self._runs:
+            run(block, stream)
+        self._blocks.append((block, addresses))
 
 
 def _clear(memset: Any, word: int, size: int) -> _Run:

@@ -373,30 +373,15 @@ def _describe(inputs: Sequence[Any], options: _Options, device: Device) -> Probl
 
 
 def _forward_on_cuda(*inputs: Any, options: _Options, is_kept: bool) -> list[Any]:
-    current_device = interop.cupy().cuda.runtime.getDevice
     problem = _describe(inputs, options, Device("cuda"))
     force, override = env.force(), plan.current_override()
     prepared = {index: api.prepare_forward(problem, index, force, override) for index in _cards()}
     types = _forward_types(*map(jax.typeof, inputs), options=options, is_kept=is_kept)
-    workspaces = _load(prepared)
-    part_bytes = problem.num_rows * ITEM_BYTES["float32"]
-
-    def start(context: Any, results: Sequence[Any], *inputs: Any) -> None:
-        pointers = dict(api.NULL_POINTERS)
-        for name, array in zip(INPUTS, inputs, strict=True):
-            pointers[name] = _address(array)
-        pointers["kl"], *others = map(_address, results)
-        if is_kept:
-            for position, name in enumerate(_SAVED):
-                pointers[name] = others[0] + position * part_bytes
-        workspace = _round_up(others[-1]) if workspaces else 0
-        prepared[current_device()].launch(pointers, workspace, context.stream)
-
-    return _call(start, (*types, *workspaces), inputs)[: len(types)]
+    names = (*INPUTS, "kl", *("saved",) * is_kept)
+    return _call(prepared, problem, inputs, types, names)
 
 
 def _backward_on_cuda(dkl: Any, *arrays: Any, options: _Options, wrt: tuple[str, ...]) -> list[Any]:
-    current_device = interop.cupy().cuda.runtime.getDevice
     problem = _describe(arrays[:4], options, Device("cuda"))
     force, override = env.force(), plan.current_override()
     prepared = {
@@ -406,22 +391,8 @@ def _backward_on_cuda(dkl: Any, *arrays: Any, options: _Options, wrt: tuple[str,
         for index in _cards()
     }
     types = _backward_types(*map(jax.typeof, (dkl, *arrays)), wrt=wrt)
-    workspaces = _load(prepared)
-    part_bytes = problem.num_rows * ITEM_BYTES["float32"]
-    names, gradients = ("dkl", *INPUTS, "kl"), tuple("d" + name for name in wrt)
-
-    def start(context: Any, results: Sequence[Any], *arrays: Any) -> None:
-        pointers = dict(api.NULL_POINTERS)
-        *some, saved = map(_address, arrays)
-        pointers.update(zip(names, some, strict=True))
-        for position, name in enumerate(_SAVED):
-            pointers[name] = saved + position * part_bytes
-        addresses = [*map(_address, results)]
-        workspace = _round_up(addresses.pop()) if workspaces else 0
-        pointers.update(zip(gradients, addresses, strict=True))
-        prepared[current_device()].launch(pointers, workspace, context.stream)
-
-    return _call(start, (*types, *workspaces), (dkl, *arrays))[: len(types)]
+    names = ("dkl", *INPUTS, "kl", "saved", *("d" + name for name in wrt))
+    return _call(prepared, problem, (dkl, *arrays), types, names)
 
 
 def _cards() -> list[int]:
@@ -429,31 +400,46 @@ def _cards() -> list[int]:
     return [device.local_hardware_id for device in jax.local_devices(backend="cuda")]
 
 
-def _load(prepared: Mapping[int, api.Prepared]) -> list[Any]:
-    """Build and load all kernels; return the type of the workspace, if there is one.
+def _call(
+    prepared: Mapping[int, api.Prepared],
+    problem: Problem,
+    arrays: Sequence[Any],
+    types: Sequence[Any],
+    names: Sequence[str],
+) -> list[Any]:
+    """Results of the types, computed from the arrays by what is prepared for each card.
 
-    Nothing can be loaded any more while XLA records a command buffer.
+    All kernels are built and loaded here: nothing can be loaded any more while XLA records a
+    command buffer. What comes at each call does no more than it must: read addresses and launch.
+
+    Parameters
+    ----------
+    names
+        Of the arrays and the results, in this order.
     """
-    for each in prepared.values():
-        each.load()
+    places = {name: (position, 0) for position, name in enumerate(names)}
+    if saved := places.pop("saved", None):
+        part_bytes = problem.num_rows * ITEM_BYTES["float32"]
+        places |= {name: (saved[0], part * part_bytes) for part, name in enumerate(_SAVED)}
     size = max(each.workspace_bytes for each in prepared.values())
-    # XLA may align less than the kernels need.
-    padded = size + plan.WORKSPACE_ALIGNMENT
-    return [jax.ShapeDtypeStruct((padded,), np.uint8)] if size else []
+    workspaces = []
+    if size:
+        places["workspace"] = (len(names), 0)
+        # XLA may align less than the kernels need.
+        workspaces = [jax.ShapeDtypeStruct((size + plan.WORKSPACE_ALIGNMENT,), np.uint8)]
+    bound = {index: each.bind(places) for index, each in prepared.items()}
+    current_device = interop.cupy().cuda.runtime.getDevice
+    alone = next(iter(bound.values())) if len(bound) == 1 else None
 
+    def start(context: Any, results: Sequence[Any], *arrays: Any) -> None:
+        addresses = [x.__cuda_array_interface__["data"][0] for x in (*arrays, *results)]
+        if size:
+            addresses[-1] = -(-addresses[-1] // plan.WORKSPACE_ALIGNMENT) * plan.WORKSPACE_ALIGNMENT
+        # XLA has made the card of the computation the current one.
+        (alone or bound[current_device()]).launch(addresses, context.stream)
 
-def _call(start: Callable[..., None], types: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
-    results = buffer_callback(start, list(types), command_buffer_compatible=True)(*arrays)
-    return list(results)
-
-
-def _address(buffer: Any) -> int:
-    address: int = buffer.__cuda_array_interface__["data"][0]
-    return address
-
-
-def _round_up(address: int) -> int:
-    return -(-address // plan.WORKSPACE_ALIGNMENT) * plan.WORKSPACE_ALIGNMENT
+    call = buffer_callback(start, [*types, *workspaces], command_buffer_compatible=True)
+    return list(call(*arrays))[: len(types)]
 
 
 # -------------------------------------------------------------------------------------------------

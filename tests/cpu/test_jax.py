@@ -592,12 +592,16 @@ class Prepared:
         self._card, self._index, self._chosen, self._launch = card, index, chosen, launch
         card.prepared.append(self)
 
-    def load(self) -> None:
+    def bind(self, places: dict[str, tuple[int, int]]) -> Prepared:
         self.is_loaded = True
+        self._places = places
+        return self
 
-    def launch(self, pointers: dict[str, int], workspace: int, stream: int) -> None:
-        assert self.is_loaded
-        assert (self._index, stream) == (Card.CURRENT, Card.STREAM)
+    def launch(self, addresses: list[int], stream: int) -> None:
+        assert (self._index, stream) == (self._card.current, Card.STREAM)
+        given = {name: addresses[i] + beyond for name, (i, beyond) in self._places.items()}
+        workspace = given.pop("workspace", 0)
+        pointers = api.NULL_POINTERS | given
         assert pointers.keys() == api.NULL_POINTERS.keys()
         assert bool(workspace) == bool(self.workspace_bytes)
         assert workspace % plan.WORKSPACE_ALIGNMENT == 0
@@ -607,20 +611,24 @@ class Prepared:
         self._launch(pointers)
 
 
+class Buffer:
+    """A buffer of XLA's on a card."""
+
+    def __init__(self, buffer: Any) -> None:
+        self.__cuda_array_interface__ = np.asarray(buffer).__array_interface__
+
+
 class Card:
     """Stands for two cards, the second of which is the current one."""
 
-    STREAM, CURRENT = 0xBEEF, 1
+    STREAM = 0xBEEF
 
     def __init__(self) -> None:
+        self.current = 1
+        runtime = types.SimpleNamespace(getDevice=lambda: self.current)
+        self.cuda = types.SimpleNamespace(runtime=runtime)
         self.prepared: list[Prepared] = []
         self.launched: list[Any] = []
-
-    class cuda:
-        class runtime:
-            @staticmethod
-            def getDevice() -> int:
-                return Card.CURRENT
 
     def forward(self, problem: Problem, index: int, *_: Any) -> Prepared:
         check_gpu(problem)
@@ -672,7 +680,11 @@ class Card:
     def callback(self, start: Callable[..., None], results: Any, **options: Any) -> Any:
         assert options == {"command_buffer_compatible": True}
         context = types.SimpleNamespace(stream=self.STREAM)
-        return buffer_callback(lambda _, *arrays: start(context, *arrays), results)
+
+        def on_the_host(_: Any, results: Any, *arrays: Any) -> None:
+            start(context, [*map(Buffer, results)], *map(Buffer, arrays))
+
+        return buffer_callback(on_the_host, results)
 
     def inputs(self, problem: Problem, pointers: dict[str, int]) -> dict[str, Any]:
         lengths = {"q": problem.num_queries, "k": problem.num_keys}
@@ -713,7 +725,6 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     monkeypatch.setattr(api, "prepare_backward", card.backward)
     monkeypatch.setattr(door, "buffer_callback", card.callback)
     monkeypatch.setattr(door, "_cards", lambda: [0, 1])
-    monkeypatch.setattr(door, "_address", lambda x: np.asarray(x).__array_interface__["data"][0])
     rules = (
         (door._forward_p, door._forward_on_cuda, door._forward_on_cpu),
         (door._backward_p, door._backward_on_cuda, door._backward_on_cpu),

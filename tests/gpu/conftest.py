@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from streamkl_cupy.chain import Chain, Kernel
+from streamkl_cupy.chain import Bound, Chain, Kernel
 from tests.gpu.card import POISON, Cupy, Library, Torch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,15 +92,20 @@ def poisoned_memory() -> Iterator[None]:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
     """The kernels launched so far, each with its template arguments."""
     calls: list[tuple[str, dict[str, Any]]] = []
-    original = Chain.launch
 
-    def recorded(chain: Chain, *arguments: Any) -> None:
-        for step in chain.steps:
-            if isinstance(step, Kernel):
-                calls.append((step.plan.kernel, dict(step.plan.template)))
-        original(chain, *arguments)
+    def record(of: type[Chain | Bound]) -> None:
+        original = of.launch
 
-    monkeypatch.setattr(Chain, "launch", recorded)
+        def recorded(chain: Any, *arguments: Any) -> None:
+            for step in chain.steps:
+                if isinstance(step, Kernel):
+                    calls.append((step.plan.kernel, dict(step.plan.template)))
+            original(chain, *arguments)
+
+        monkeypatch.setattr(of, "launch", recorded)
+
+    record(Chain)
+    record(Bound)
     return calls
 
 

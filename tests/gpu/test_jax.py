@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamkl_cupy import api, jit
+from streamkl_cupy import jit
+from streamkl_cupy.chain import Bound
 from streamkl_cupy.problem import INPUTS
 from tests.gpu.card import Expected, random_inputs, same_bits
 from tests.gpu.usage import Usage
@@ -64,14 +65,14 @@ def door(jax: Any) -> Door:
 def addresses(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, int], int]]:
     """The pointers and the stream of every launch."""
     seen: list[tuple[dict[str, int], int]] = []
-    original = api.Prepared.launch
+    original = Bound.launch
 
-    def recorded(prepared: Any, pointers: Any, workspace: int, stream: int) -> None:
-        named = {name: pointer for name, pointer in pointers.items() if pointer}
-        seen.append((named | ({"workspace": workspace} if workspace else {}), stream))
-        original(prepared, pointers, workspace, stream)
+    def recorded(bound: Bound, addresses: list[int], stream: int) -> None:
+        named = {name: addresses[i] + beyond for name, (i, beyond) in bound.places.items()}
+        seen.append((named, stream))
+        original(bound, addresses, stream)
 
-    monkeypatch.setattr(api.Prepared, "launch", recorded)
+    monkeypatch.setattr(Bound, "launch", recorded)
     return seen
 
 
@@ -276,18 +277,18 @@ COMMAND_BUFFERS = """
 import sys
 import jax
 import numpy as np
-from streamkl_cupy import api
+from streamkl_cupy.chain import Bound
 from streamkl_cupy.jax import attention_kl
 from streamkl_cupy.problem import INPUTS
 from tests.gpu.card import Expected, random_inputs
 
 launches = 0
-original = api.Prepared.launch
+original = Bound.launch
 def launch(*arguments):
     global launches
     launches += 1
     original(*arguments)
-api.Prepared.launch = launch
+Bound.launch = launch
 
 def loss(q1, k1, q2, k2, dkl):
     kl = attention_kl(q1, k1, q2, k2, causal=True)
