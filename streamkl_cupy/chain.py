@@ -350,9 +350,9 @@ class Bound:
         except IndexError:
             block, held = _Block(self._template, self._inner), [None] * len(self._fields)
         if held != addresses:
-            for fields, before, address in zip(self._fields, held, addresses, strict=True):
-                if before != address:
-                    words, maps = fields
+            for position, before in enumerate(held):
+                if before != (address := addresses[position]):
+                    words, maps = self._fields[position]
                     for word, offset in words:
                         block.words[word] = address + offset
                     for place, tensor, offset in maps:
