@@ -945,6 +945,12 @@ def _side(
             grid = heads * _ceil_div(row_tiles * trained // 8 * 32, FINISH_THREADS)
             template: Template = (("Element", ELEMENTS[problem.dtype]), ("kHeadDim", trained))
             finish = KernelPlan("backward_finish", template, grid, FINISH_THREADS, 0)
+    if dq is not None and dk is not None and (dq.boxes is None) != (dk.boxes is None):
+        # They read the same row statistics, which are weighted by dkl for Hopper's alone.
+        raise PlanError(
+            f"backward_tiles: expected tiles of one generation for dQ and dK of side {side}; got "
+            f"{dq.kernel} and {dk.kernel}. Give tiles of both, or none of the other"
+        )
     prepare = None
     if problem.num_rows > 0:
         weighted = any(step is not None and step.boxes is not None for step in (fused, dq, dk))

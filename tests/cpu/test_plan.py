@@ -1079,6 +1079,23 @@ def test_override_of_the_tile_of_the_pair() -> None:
         assert tuple(value for _, value in kernel.template[4:]) == dataclasses.astuple(tile)
 
 
+@pytest.mark.parametrize("job", ["dq", "dk"])
+def test_override_of_the_pair_by_kernels_of_two_generations_is_refused(job: str) -> None:
+    # One would read the row statistics that the other wants, and be wrong without an error.
+    tiles = {f"backward_{job}_sm80": BackwardTile(1, 2, 16, 16, 2)}
+    text = r"backward_tiles: expected tiles of one generation .* side 2; got backward_dq_sm\d0 and"
+    for options in ({"deterministic": True}, {"strategy": "separate"}):
+        with plan.override(backward_tiles=tiles):
+            with pytest.raises(PlanError, match=text):
+                plan.backward(hopper_problem(), HOPPER, ("q2", "k2"), **options)
+            alone = plan.backward(hopper_problem(), HOPPER, (f"{job[1]}2",), **options)
+        assert {kernel.kernel for kernel in alone.kernels} == {"backward_prepare", *tiles}
+    with plan.override(backward_tiles=tiles, backward_kernel="backward_dq_sm80"):
+        plan.backward(hopper_problem(), HOPPER, ("q2", "k2"), deterministic=True)
+    with plan.override(backward_tiles=tiles):  # neither of them runs
+        plan.backward(hopper_problem(), HOPPER, ("q2", "k2"), strategy="fused")
+
+
 def pair_layout_source(kernels: Sequence[plan.Specialisation]) -> str:
     """C++ with the bytes of shared memory of each, and where its swizzled buffers begin."""
     read = {
