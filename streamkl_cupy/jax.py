@@ -141,6 +141,11 @@ def attention_kl(
     >>> jax.grad(loss)(k2).round(4).tolist()        # P2 - P1
     [[-0.25], [0.25]]
     """
+    for name, value in (("causal", causal), ("scale1", scale1), ("scale2", scale2)):
+        if isinstance(value, jax.core.Tracer):
+            remedy = "name it in static_argnames of jax.jit"
+            remedy += ", or multiply the queries by it" if name != "causal" else ""
+            raise TypeError(message(name, "a value that is known when traced", "a tracer", remedy))
     causal, scale1, scale2, layout = check_options(causal, scale1, scale2, layout)
     check_flag("deterministic", deterministic)
     check_flag("return_lse", return_lse)
@@ -155,6 +160,9 @@ def attention_kl(
             raise TypeError(
                 message(name, "an array of JAX or NumPy", got, "pass jax.numpy.asarray(...) of it")
             )
+    if row_weights is not None and jax.numpy.iscomplexobj(row_weights):
+        got = str(row_weights.dtype)
+        raise TypeError(message("row_weights", "real weights", got, "pass its real part"))
     options = _Options(causal, scale1, scale2, layout, deterministic)
     kl, *lse = _compiled(
         q1, k1, q2, k2, row_weights, options=options, reduction=reduction, return_lse=return_lse
@@ -292,7 +300,9 @@ def _forward_batch(
     size = _mapped_size(arrays, axes)
     folded = [_fold(x, axis, size) for x, axis in zip(arrays, axes, strict=True)]
     results = _forward_p.bind(*_vary_alike(folded), **params)
-    return [_unfold(x, size, axis) for axis, x in enumerate(results)], list(range(len(results)))
+    batch = _batch(arrays[0], axes[0])
+    unfolded = [_unfold(x, size, batch, axis) for axis, x in enumerate(results)]
+    return unfolded, list(range(len(results)))
 
 
 def _backward_batch(
@@ -303,7 +313,8 @@ def _backward_batch(
     folded = [_fold(x, axis, size) for x, axis in folded]
     folded.append(_fold(*saved, size, batch_axis=1))
     results = _backward_p.bind(*_vary_alike(folded), **params)
-    return [_unfold(x, size, 0) for x in results], [0] * len(results)
+    batch = _batch(arrays[1], axes[1])
+    return [_unfold(x, size, batch, 0) for x in results], [0] * len(results)
 
 
 def _mapped_size(arrays: Sequence[Any], axes: Sequence[Any]) -> int:
@@ -325,9 +336,13 @@ def _fold(array: Any, axis: int | None, size: int, batch_axis: int = 0) -> Any:
     return array.reshape(*before, size * array.shape[batch_axis + 1], *after)
 
 
-def _unfold(array: Any, size: int, axis: int) -> Any:
-    shape = array.shape
-    return array.reshape(*shape[:axis], size, shape[axis] // size, *shape[axis + 1 :])
+def _unfold(array: Any, size: int, batch: int, axis: int) -> Any:
+    return array.reshape(*array.shape[:axis], size, batch, *array.shape[axis + 1 :])
+
+
+def _batch(array: Any, axis: int | None) -> int:
+    """The batch of an array of rank 4 without the axis that is mapped."""
+    return int(array.shape[0 if axis is None or axis > 0 else 1])
 
 
 def _vary_alike(arrays: Any) -> tuple[Any, ...]:
@@ -503,7 +518,14 @@ def _register(
     on_cpu: Callable[..., Any],
     on_cuda: Callable[..., Any],
 ) -> None:
+    def evaluate(*arrays: Any, **params: Any) -> list[Any]:
+        # Reached under `jax.disable_jit` alone, which cannot go further down than to here.
+        with jax.disable_jit(False):
+            results: list[Any] = jax.jit(lambda *arrays: primitive.bind(*arrays, **params))(*arrays)
+        return results
+
     primitive.multiple_results = True
+    primitive.def_impl(evaluate)
     primitive.def_abstract_eval(types)
     batching.primitive_batchers[primitive] = batch
     ad.primitive_jvps[primitive] = _refuse_derivative

@@ -15,7 +15,9 @@ have a formula for their gradient, the third has none, so that a second derivati
 The operators are defined through `torch.library.Library`, of which `torch.library.custom_op` is a
 wrapper, because a call through the wrapper costs the host as much as four allocations. For the same
 reason an eager call comes to its operator below autograd, through an autograd function of its own:
-`torch.compile` sees the operators alone.
+`torch.compile` sees the operators alone, and so a transform of `torch.func` inside of a function
+compiled with ``fullgraph=True`` is refused, because it would not see their formulas. Transform the
+compiled function, or compile without ``fullgraph=True``.
 """
 
 from __future__ import annotations
@@ -103,7 +105,11 @@ def attention_kl(
     Raises
     ------
     TypeError, ValueError, ImportError, RuntimeError
-        As `streamkl_cupy.attention_kl`. A second derivative is a RuntimeError when it is asked for.
+        As `streamkl_cupy.attention_kl`. A second derivative is a RuntimeError when it is asked for,
+        and so is a transform of `torch.func` inside of ``torch.compile(fullgraph=True)``; compile
+        without it, or transform the compiled function.
+    NotImplementedError
+        For forward mode.
 
     Examples
     --------
@@ -118,6 +124,10 @@ def attention_kl(
     if is_traced:
         # A scale may be symbolic here; the kernel checks its value.
         check_options(causal, None, None, layout)
+        for name, scale in (("scale1", scale1), ("scale2", scale2)):
+            if isinstance(scale, Tensor):
+                remedy = "pass float(...) of it, or multiply the queries by it"
+                raise TypeError(message(name, "a real number", "a tensor", remedy))
     else:
         causal, scale1, scale2, layout = check_options(causal, scale1, scale2, layout)
     check_reduction(reduction)
@@ -259,6 +269,10 @@ class _AttentionKL(torch.autograd.Function):
     def backward(ctx: Any, dkl: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         return (*_gradients(ctx, dkl), None, None)
 
+    @staticmethod
+    def jvp(*_: Any) -> Any:
+        _refuse_forward_mode()
+
 
 class _Transformed(torch.autograd.Function):
     """The gradient inside of torch.func, whose transforms want ``setup_context``."""
@@ -288,6 +302,10 @@ class _Transformed(torch.autograd.Function):
     def backward(ctx: Any, dkl: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         return _backward(ctx, dkl)
 
+    @staticmethod
+    def jvp(*_: Any) -> Any:
+        _refuse_forward_mode()
+
 
 class _Gradients(torch.autograd.Function):
     """The gradients where autograd follows them: an error when it is to go back through them."""
@@ -309,6 +327,13 @@ class _Gradients(torch.autograd.Function):
             "derivative, for which there is no formula; compute it from the matrices of logits, or "
             "detach the gradients."
         )
+
+
+def _refuse_forward_mode(*_: Any) -> Any:
+    raise NotImplementedError(
+        "streamkl_cupy.torch.attention_kl: expected reverse mode, got forward mode AD (jvp, "
+        "jacfwd, hessian or a dual tensor); differentiate by torch.func.grad, vjp or jacrev."
+    )
 
 
 def _trace(
@@ -397,8 +422,11 @@ def _reduce(
 
 
 def _check_row_weights(row_weights: Any, q1: Tensor) -> None:
-    if not isinstance(row_weights, Tensor):
+    if not isinstance(row_weights, Tensor) or row_weights.is_nested:
         raise TypeError(_not_a_tensor("row_weights", row_weights))
+    if row_weights.layout != torch.strided:
+        got = f"one of layout {row_weights.layout}"
+        raise TypeError(message("row_weights", "a dense torch tensor", got, "pass a dense copy"))
     if row_weights.is_complex():
         remedy = "pass its real part"
         raise TypeError(message("row_weights", "real weights", str(row_weights.dtype), remedy))
@@ -535,20 +563,20 @@ def _check_fake(inputs: Sequence[Tensor], options: tuple[Any, ...]) -> None:
 
 def _vmap_attention_kl(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
     *inputs, causal, scale1, scale2, layout, deterministic = arguments
-    rank = _logical_rank(inputs[0], in_dims[0])
+    rank, batch = _rank_and_batch(inputs[0], in_dims[0])
     folded = _fold_inputs(inputs, in_dims, info.batch_size)
     layout = _folded_layout(layout, rank)
     kl = _attention_kl(*folded, causal, scale1, scale2, layout, deterministic)
-    return _unfold(kl, rank, info.batch_size), 0
+    return _unfold(kl, info.batch_size, batch), 0
 
 
 def _vmap_attention_kl_state(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
     *inputs, causal, scale1, scale2, layout, deterministic = arguments
-    rank = _logical_rank(inputs[0], in_dims[0])
+    rank, batch = _rank_and_batch(inputs[0], in_dims[0])
     folded = _fold_inputs(inputs, in_dims, info.batch_size)
     layout = _folded_layout(layout, rank)
     state = _attention_kl_state(*folded, causal, scale1, scale2, layout, deterministic)
-    return tuple(_unfold(part, rank, info.batch_size) for part in state), (0,) * len(state)
+    return tuple(_unfold(part, info.batch_size, batch) for part in state), (0,) * len(state)
 
 
 def _vmap_attention_kl_backward(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
@@ -556,7 +584,7 @@ def _vmap_attention_kl_backward(info: Any, in_dims: Any, *arguments: Any) -> tup
         arguments[:5],
         arguments[5:],
     )
-    rank = _logical_rank(inputs[0], in_dims[1])
+    rank, batch = _rank_and_batch(inputs[0], in_dims[1])
     rows = [
         _fold(value, in_dim, info.batch_size, rank)
         for value, in_dim in zip((dkl, *state), (in_dims[0], *in_dims[5:10]), strict=True)
@@ -572,13 +600,14 @@ def _vmap_attention_kl_backward(info: Any, in_dims: Any, *arguments: Any) -> tup
         _folded_layout(layout, rank),
         deterministic,
     )
-    return [_unfold(part, rank, info.batch_size) for part in gradients], [0] * len(gradients)
+    return [_unfold(part, info.batch_size, batch) for part in gradients], [0] * len(gradients)
 
 
 def _fold_inputs(inputs: Sequence[Tensor], in_dims: Any, size: int) -> list[Tensor]:
     folded = []
     for value, in_dim in zip(inputs, in_dims, strict=False):
-        value = _fold(value, in_dim, size, _logical_rank(value, in_dim))
+        rank, _ = _rank_and_batch(value, in_dim)
+        value = _fold(value, in_dim, size, rank)
         folded.append(value if value.stride(-1) == 1 else value.contiguous())
     return folded
 
@@ -592,8 +621,8 @@ def _fold(value: Tensor, in_dim: int | None, size: int, rank: int) -> Tensor:
     return value.flatten(0, 1) if rank == 4 else value
 
 
-def _unfold(value: Tensor, rank: int, size: int) -> Tensor:
-    return value.unflatten(0, (size, value.shape[0] // size)) if rank == 4 else value
+def _unfold(value: Tensor, size: int, batch: int | None) -> Tensor:
+    return value if batch is None else value.unflatten(0, (size, batch))
 
 
 def _folded_layout(layout: str, rank: int) -> str:
@@ -601,9 +630,12 @@ def _folded_layout(layout: str, rank: int) -> str:
     return layout if rank == 4 else "bhnd"
 
 
-def _logical_rank(value: Tensor, in_dim: int | None) -> int:
-    rank: int = value.ndim - (in_dim is not None)
-    return rank
+def _rank_and_batch(value: Tensor, in_dim: int | None) -> tuple[int, int | None]:
+    """The rank without the new axis, and the batch where that axis is folded into it."""
+    shape = list(value.shape)
+    if in_dim is not None:
+        del shape[in_dim]
+    return len(shape), shape[0] if len(shape) == 4 else None
 
 
 # The operators: definitions.

@@ -203,3 +203,75 @@ def test_places_of_any_chain(driver: Driver) -> None:
 def test_a_chain_without_steps_does_nothing(driver: Driver) -> None:
     Chain("sm_80", 0, ()).launch({}, 0, STREAM)
     assert driver.seen == []
+
+
+# Bound to an order of addresses.
+
+BOUND = (*INPUTS, "kl")
+PLACES = {name: (position, 0) for position, name in enumerate(BOUND)}
+
+
+def test_a_bound_chain_says_the_addresses_of_each_launch(driver: Driver) -> None:
+    bound = forward(problem_of()).bind(PLACES)
+    assert driver.loaded == [("forward_sm90", 0)]
+    absent = dict.fromkeys(launch.STATE, 0)
+    first, second = pointers_from(1 << 30), pointers_from(1 << 40)
+    # All new, all others, one other, none other, and back again.
+    for given in (first, second, second | {"k2": first["k2"]}, second, second, first):
+        bound.launch([given[name] for name in BOUND], STREAM)
+        check(driver.seen[-1], given | absent | {"kl": given["kl"]})
+        assert driver.seen[-1].stream == STREAM
+    # A map is touched when its address has changed, and then alone.
+    assert len(driver.encoded) == 4
+    assert len(driver.moved) == 4 + 1 + 1 + 4
+
+
+def test_arrays_of_a_bound_chain_may_lie_in_one(driver: Driver) -> None:
+    places = PLACES | {"lse1": (5, 0), "lse2": (5, 64), "lse2_low": (5, 256), "workspace": (6, 0)}
+    bound = forward(problem_of(), num_splits=2).bind(places)
+    inputs = [pointers_from(1 << 30)[name] for name in BOUND]
+    for saved, workspace in ((1 << 41, WORKSPACE), (1 << 42, WORKSPACE), (1 << 42, 2 * WORKSPACE)):
+        bound.launch([*inputs, saved, workspace], STREAM)
+        main, merge = driver.seen[-2:]
+        assert isinstance(main, Launched)
+        assert isinstance(merge, Launched)
+        fields = launch.FORWARD_PARAMS.unpack(main.params)
+        assert fields[19:25] == (inputs[4], saved, saved + 64, 0, saved + 256, workspace)
+        assert merge.params == main.params
+
+
+def test_calls_of_a_bound_chain_do_not_share_a_block(driver: Driver) -> None:
+    bound = forward(problem_of()).bind(PLACES)
+    barrier = threading.Barrier(8)
+
+    def call(thread: int) -> None:
+        barrier.wait()
+        for turn in range(50):
+            pointers = pointers_from((1 + thread) << 32 | turn << 20)
+            bound.launch([pointers[name] for name in BOUND], thread)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(call, range(8)))
+    turns = dict.fromkeys(range(8), 0)
+    for seen in driver.seen:
+        pointers = pointers_from((1 + seen.stream) << 32 | turns[seen.stream] << 20)
+        check(seen, pointers | dict.fromkeys(launch.STATE, 0) | {"kl": pointers["kl"]})
+        turns[seen.stream] += 1
+    assert sum(turns.values()) == 8 * 50
+
+
+def test_after_an_error_the_next_launch_of_a_bound_chain_is_right(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound = forward(problem_of()).bind(PLACES)
+    old, new = ([pointers_from(1 << n)[name] for name in BOUND] for n in (30, 40))
+    bound.launch(old, STREAM)
+    with monkeypatch.context() as broken:
+        broken.setattr(driver, "codes", iter([0, 1]))
+        with pytest.raises(RuntimeError, match="cuTensorMapReplaceAddress: error 1"):
+            bound.launch(new, STREAM)
+    assert len(driver.seen) == 1
+    for addresses in (new, old):
+        bound.launch(addresses, STREAM)
+        assert inputs_of(driver.seen[-1]) == addresses[:4]
+        assert [tensor["pointer"] for tensor in driver.seen[-1].maps] == addresses[:4]

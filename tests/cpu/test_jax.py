@@ -368,6 +368,67 @@ def test_vmap_twice_and_gradient_of_vmap(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("rank", [3, 4])
+def test_vmap_over_nothing(rank: int, rng: np.random.Generator) -> None:
+    inputs = [x[None][:0, ..., :, :] for x in problem_in(rng, "float32", batch=2, heads=3)]
+    inputs = [x[:, 0] if rank == 3 else x for x in inputs]
+    kl = jax.vmap(attention_kl)(*inputs)
+    assert kl.shape == (0, *inputs[0].shape[1:-1])
+    gradient = jax.grad(lambda *x: attention_kl(*x, reduction="mean"), argnums=3)
+    assert jax.vmap(gradient)(*inputs).shape == inputs[3].shape
+
+
+def test_without_jit(rng: np.random.Generator) -> None:
+    inputs = problem_in(rng, "float32", batch=2)
+
+    def loss(*inputs: Any) -> Any:
+        return attention_kl(*inputs, reduction="mean")
+
+    calls = (loss, jax.grad(loss, 3), jax.vmap(loss), jax.vmap(jax.grad(loss, 3)))
+    for call in calls:
+        expected = call(*inputs)
+        with jax.disable_jit():
+            np.testing.assert_allclose(call(*inputs), expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+def test_donated_arguments(rng: np.random.Generator) -> None:
+    q1, k1, q2, k2 = problem_in(rng, "float32")
+
+    def step(q2: Any, k2: Any) -> tuple[Any, Any]:
+        def loss(*student: Any) -> Any:
+            return attention_kl(q1, k1, *student, reduction="sum")
+
+        return jax.tree.map(lambda x, g: x - 0.1 * g, (q2, k2), jax.grad(loss, (0, 1))(q2, k2))
+
+    expected = step(q2, k2)
+    given = [jnp.array(x, copy=True) for x in (q2, k2)]
+    ours = jax.jit(step, donate_argnums=(0, 1))(*given)
+    assert all(x.is_deleted() for x in given)
+    for one, other in zip(ours, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_shapes_alone_run_nothing(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reached(*_: Any, **__: Any) -> None:
+        raise Called
+
+    monkeypatch.setattr(door, "buffer_callback", reached)
+    inputs = problem_in(rng, "bfloat16", batch=2, heads=3, num_queries=11)
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
+
+    def gradient(*inputs: Any) -> Any:
+        return jax.value_and_grad(lambda *x: attention_kl(*x, reduction="sum"), 2)(*inputs)
+
+    kl, dq2 = jax.eval_shape(gradient, *shapes)
+    assert (kl.shape, kl.dtype) == ((), np.float32)
+    assert (dq2.shape, dq2.dtype) == (shapes[2].shape, jnp.bfloat16)
+    (rows,) = jax.make_jaxpr(attention_kl)(*inputs).out_avals
+    assert (rows.shape, rows.dtype) == ((2, 3, 11), np.float32)
+
+
 def test_jit_compiles_once(rng: np.random.Generator) -> None:
     traces = 0
 
@@ -487,8 +548,18 @@ WRONG: dict[str, tuple[Callable[[list[Any]], Any], type[Exception], str]] = {
     "rank": (lambda x: attention_kl(x[0][0], *x[1:]), ValueError, "k1: expected 3 axes like q1"),
     "layout": (lambda x: attention_kl(*x, layout="nbhd"), ValueError, "layout: expected"),
     "causal": (lambda x: attention_kl(*x, causal=1), TypeError, "causal: expected True or False"),
+    "traced_scale": (
+        lambda x: jax.jit(lambda scale: attention_kl(*x, scale2=scale))(0.5),
+        TypeError,
+        "scale2: expected a value that is known when traced, got a tracer; name it in static_argn",
+    ),
+    "traced_causal": (
+        lambda x: jax.jit(lambda causal: attention_kl(*x, causal=causal))(True),
+        TypeError,
+        r"causal: expected a value .* got a tracer; name it in static_argnames of jax.jit\.(\n|$)",
+    ),
     "scale": (
-        lambda x: attention_kl(*x, scale1=jnp.float32(1)),
+        lambda x: attention_kl(*x, scale1=[0.5]),
         TypeError,
         "scale1: expected a real number",
     ),
@@ -503,6 +574,16 @@ WRONG: dict[str, tuple[Callable[[list[Any]], Any], type[Exception], str]] = {
         "deterministic: expected True or False",
     ),
     "return_lse": (lambda x: attention_kl(*x, return_lse="yes"), TypeError, "return_lse: expected"),
+    "complex_weights": (
+        lambda x: attention_kl(*x, row_weights=1j * jnp.ones(5)),
+        TypeError,
+        "row_weights: expected real weights, got complex64; pass its real part",
+    ),
+    "list_of_weights": (
+        lambda x: attention_kl(*x, row_weights=[1.0] * 5),
+        TypeError,
+        r"row_weights: expected an array of JAX or NumPy, got builtins\.list",
+    ),
     "weights": (
         lambda x: attention_kl(*x, row_weights=np.ones(4)),
         ValueError,
@@ -791,6 +872,17 @@ def test_nothing_to_compute_on_a_card(lengths: tuple[int, int], card: Card) -> N
     *forward, backward = card.launched
     assert len(forward) == (lengths[0] > 0)
     assert (backward.workspace_bytes > 0) == (lengths[0] > 0)
+
+
+def test_a_process_of_one_card_does_not_ask_which(
+    card: Card, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card.current = 0
+    monkeypatch.setattr(door, "_cards", lambda: [0])
+    monkeypatch.setattr(card.cuda.runtime, "getDevice", lambda: pytest.fail("asked"))
+    inputs = problem_in(rng, "bfloat16", num_queries=80)
+    np.testing.assert_allclose(attention_kl(*inputs), kl_of(inputs), rtol=1e-4)
+    assert len(card.launched) == 1
 
 
 def test_only_a_card_refuses_it(card: Card, rng: np.random.Generator) -> None:

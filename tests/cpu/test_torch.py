@@ -351,8 +351,9 @@ def test_second_derivatives_and_forward_mode_of_torch_func(generator: Any) -> No
 
     with pytest.raises(RuntimeError, match="got a second derivative"):
         torch.func.grad(lambda keys: torch.func.grad(loss)(keys).sum())(k2)
-    with pytest.raises(NotImplementedError, match="forward mode AD"):
-        torch.func.jvp(loss, (k2,), (k2,))
+    for transform in (lambda x: torch.func.jvp(loss, (x,), (x,)), torch.func.hessian(loss)):
+        with pytest.raises(NotImplementedError, match=r"kl: expected reverse mode, got forward"):
+            transform(k2)
 
 
 def test_forward_mode_is_refused(generator: Any) -> None:
@@ -361,7 +362,7 @@ def test_forward_mode_is_refused(generator: Any) -> None:
         dual = torch.autograd.forward_ad.make_dual(k2, torch.ones_like(k2))
         with pytest.raises(TypeError, match=r"k2: .* got one with a forward-mode tangent"):
             attention_kl(q1, k1, q2, dual)
-        with pytest.raises(NotImplementedError, match="forward mode AD"):
+        with pytest.raises(NotImplementedError, match=r"kl: expected reverse mode, got forward"):
             attention_kl(q1.requires_grad_(), k1, q2, dual)
 
 
@@ -397,6 +398,15 @@ def test_func_grad_and_vmap(rank: int, layout: str, generator: Any) -> None:
         expected = [torch.stack(parts) for parts in zip(*(gradient(*x) for x in each), strict=True)]
         for one, other in zip(gradients, expected, strict=True):
             torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("rank", [3, 4])
+def test_vmap_over_nothing(rank: int, generator: Any) -> None:
+    inputs = [x[None][:0] for x in draw(generator, rank)]
+    kl = torch.vmap(attention_kl)(*inputs)
+    assert kl.shape == (0, *inputs[0].shape[1:-1])
+    gradient = torch.func.grad(lambda *x: attention_kl(*x).sum(), argnums=3)
+    assert torch.vmap(gradient)(*inputs).shape == inputs[3].shape
 
 
 def test_vmap_in_vmap_and_per_sample_weights(generator: Any) -> None:
@@ -571,6 +581,10 @@ def test_errors_of_a_compiled_call_name_the_argument(generator: Any) -> None:
     compiled = torch.compile(attention_kl, backend="eager", fullgraph=True)
     with pytest.raises(Exception, match="k2: expected the batch size of q1, 2, got 1"):
         compiled(q1, k1, q2, k2[:1])
+    with pytest.raises(Exception, match="scale2: expected a real number"):
+        compiled(q1, k1, q2, k2, scale2=torch.tensor(0.5))
+    with pytest.raises(Exception, match="row_weights: expected a shape that broadcasts"):
+        compiled(q1, k1, q2, k2, row_weights=torch.ones(3))
 
 
 def test_exported(generator: Any) -> None:
@@ -629,6 +643,18 @@ def test_what_is_no_dense_float_tensor_is_refused(kind: str, generator: Any) -> 
         attention_kl(value, *inputs[1:])
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_row_weights_that_are_no_plain_tensor(generator: Any) -> None:
+    inputs = draw(generator)
+    lazy = torch.complex(torch.ones(5), torch.arange(-5.0, 0.0)).conj().imag
+    assert lazy.is_neg()
+    ours = attention_kl(*inputs, reduction="mean", row_weights=lazy)
+    assert torch.equal(ours, attention_kl(*inputs, reduction="mean", row_weights=lazy.clone()))
+    nested = torch.nested.nested_tensor([torch.ones(5)], layout=torch.jagged)
+    with pytest.raises(TypeError, match="row_weights: expected a dense torch tensor, got a nested"):
+        attention_kl(*inputs, row_weights=nested)
+
+
 # Errors.
 
 
@@ -648,6 +674,7 @@ def test_what_is_no_dense_float_tensor_is_refused(kind: str, generator: Any) -> 
         ({"row_weights": torch.ones(3)}, ValueError, "row_weights: expected a shape that"),
         ({"row_weights": torch.ones(1, 2, 4, 5)}, ValueError, "row_weights: expected a shape that"),
         ({"row_weights": torch.ones(5) * 1j}, TypeError, "row_weights: expected real weights"),
+        ({"row_weights": torch.ones(5).to_sparse()}, TypeError, "row_weights: expected a dense"),
         ({"row_weights": torch.ones(5, device="meta")}, ValueError, "row_weights: expected a ten"),
     ],
 )
