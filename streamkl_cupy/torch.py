@@ -638,6 +638,14 @@ def _rank_and_batch(value: Tensor, in_dim: int | None) -> tuple[int, int | None]
     return len(shape), shape[0] if len(shape) == 4 else None
 
 
+def _refuse_old_vmap(*_: Any) -> Any:
+    """What ``is_grads_batched`` maps with, which knows no rules like those above."""
+    raise RuntimeError(
+        "streamkl_cupy.torch.attention_kl: expected torch.func.vmap or jacrev, got "
+        "is_grads_batched=True or vectorize=True, which map in a way that operators cannot follow."
+    )
+
+
 # The operators: definitions.
 
 _INPUTS = "Tensor q1, Tensor k1, Tensor q2, Tensor k2"
@@ -684,3 +692,4 @@ _attention_kl_backward = _define(
     _fake_attention_kl_backward,
     _vmap_attention_kl_backward,
 )
+_library.impl("attention_kl_backward", _refuse_old_vmap, "Batched")

@@ -56,7 +56,9 @@ def test_a_script_without_a_card_says_so() -> None:
 
 def test_every_example_is_short_and_tested() -> None:
     tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_examples*.py"))
+    listed = (EXAMPLES / "README.md").read_text()
     for path in EXAMPLES.glob("*.py"):
+        assert f"`{path.name}`" in listed, f"examples/README.md does not list {path.name}"
         assert len(path.read_text().splitlines()) < 80, path.name
         assert f'"{path.name}"' in tests, f"no test runs {path.name}"
 

@@ -431,6 +431,13 @@ def test_a_jacobian(generator: Any) -> None:
     torch.testing.assert_close(jacobian, expected)
 
 
+def test_batched_upstream_gradients_point_to_torch_func(generator: Any) -> None:
+    *others, k2 = differentiable(draw(generator, rank=2))
+    kl = attention_kl(*others, k2)
+    with pytest.raises(RuntimeError, match=r"expected torch.func.vmap or jacrev, got is_grads_bat"):
+        torch.autograd.grad(kl, k2, torch.eye(5, dtype=kl.dtype), is_grads_batched=True)
+
+
 # Operators, fake tensors and compilation.
 
 
