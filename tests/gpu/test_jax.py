@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -215,6 +216,28 @@ def test_many_calls_in_flight(rng: np.random.Generator, door: Door) -> None:
         Expected(inputs, {}).check(ours[0])
         for again in ours[1:]:
             assert all(same_bits(again[name], x) for name, x in ours[0].items())
+
+
+def test_10000_calls_do_not_grow(rng: np.random.Generator, door: Door) -> None:
+    arrays = door.put(random_inputs(rng, heads=2, num_queries=40, num_keys=40))
+    step = door.jax.jit(door.gradient(("q2", "k2")))
+
+    def usage(count: int) -> tuple[int, int]:
+        for _ in range(count):
+            results = step(*arrays)
+        door.jax.block_until_ready(results)
+        del results
+        gc.collect()
+        with open("/proc/self/statm") as file:
+            pages = int(file.read().split()[1])
+        return door.device.memory_stats()["bytes_in_use"], 4096 * pages
+
+    # Each is a forward and a backward.
+    device, host = usage(1000)
+    device_after, host_after = usage(4000)
+    assert device_after <= device
+    # 200 bytes a call would show.
+    assert host_after - host < 900_000
 
 
 def test_everything_is_loaded_before_anything_runs(
