@@ -111,6 +111,12 @@ def attention_kl(
     NotImplementedError
         For forward mode.
 
+    Notes
+    -----
+    Nothing waits for the device, and memory comes from torch's allocator. Kernels are built and
+    loaded in the first call that needs them, which cannot be done while `torch.cuda.graph` records:
+    before a capture make the call once, backward included, or call `streamkl_cupy.warmup`.
+
     Examples
     --------
     >>> q, k1, k2 = torch.ones(1, 1), torch.zeros(2, 1), torch.tensor([[0.0], [1.0986123]])
