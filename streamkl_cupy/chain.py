@@ -336,7 +336,7 @@ class Bound:
         Parameters
         ----------
         addresses
-            The addresses, which are kept: pass a new list in every call.
+            The addresses. The list is kept: leave it as it is.
         stream
             Handle of the stream.
 

@@ -244,6 +244,13 @@ class AttentionKLLoss(torch.nn.Module):
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
+def _refuse_forward_mode(*_: Any) -> Any:
+    raise NotImplementedError(
+        "streamkl_cupy.torch.attention_kl: expected reverse mode, got forward mode AD (jvp, "
+        "jacfwd, hessian or a dual tensor); differentiate by torch.func.grad, vjp or jacrev."
+    )
+
+
 class _AttentionKL(torch.autograd.Function):
     """The gradient outside of torch.func.
 
@@ -275,9 +282,7 @@ class _AttentionKL(torch.autograd.Function):
     def backward(ctx: Any, dkl: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         return (*_gradients(ctx, dkl), None, None)
 
-    @staticmethod
-    def jvp(*_: Any) -> Any:
-        _refuse_forward_mode()
+    jvp = staticmethod(_refuse_forward_mode)
 
 
 class _Transformed(torch.autograd.Function):
@@ -308,9 +313,7 @@ class _Transformed(torch.autograd.Function):
     def backward(ctx: Any, dkl: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         return _backward(ctx, dkl)
 
-    @staticmethod
-    def jvp(*_: Any) -> Any:
-        _refuse_forward_mode()
+    jvp = staticmethod(_refuse_forward_mode)
 
 
 class _Gradients(torch.autograd.Function):
@@ -333,13 +336,6 @@ class _Gradients(torch.autograd.Function):
             "derivative, for which there is no formula; compute it from the matrices of logits, or "
             "detach the gradients."
         )
-
-
-def _refuse_forward_mode(*_: Any) -> Any:
-    raise NotImplementedError(
-        "streamkl_cupy.torch.attention_kl: expected reverse mode, got forward mode AD (jvp, "
-        "jacfwd, hessian or a dual tensor); differentiate by torch.func.grad, vjp or jacrev."
-    )
 
 
 def _trace(
@@ -698,4 +694,5 @@ _attention_kl_backward = _define(
     _fake_attention_kl_backward,
     _vmap_attention_kl_backward,
 )
+# The others are never reached with such tensors: only upstream gradients are mapped that way.
 _library.impl("attention_kl_backward", _refuse_old_vmap, "Batched")
