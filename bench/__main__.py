@@ -47,7 +47,6 @@ _HELP = {
 _BOTH_MASKS = ("forward", "backward", "tune", "lengths", "peers", "ablation", "memory")
 
 
-
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(

@@ -33,17 +33,14 @@ class Picture:
 
     Attributes
     ----------
-    name
-        Stem of the PNG.
     source
-        Name of the report.
+        Name of the report, and stem of the PNG.
     alt
         What the README says of it.
     panels
         Of a report.
     """
 
-    name: str
     source: str
     alt: str
     panels: Callable[[Report], list[Panel]]
@@ -122,9 +119,9 @@ def accuracy_panels(report: Report) -> list[Panel]:
 
 
 PICTURES = (
-    Picture("speed", "lengths", "Speed over context length", speed_panels),
-    Picture("memory_plot", "memory", "Extra memory over context length", memory_panels),
-    Picture("error", "accuracy", "Error over the size of the logits", accuracy_panels),
+    Picture("lengths", "Speed over context length", speed_panels),
+    Picture("memory", "Extra memory over context length", memory_panels),
+    Picture("accuracy", "Error over the size of the logits", accuracy_panels),
 )
 
 
@@ -189,15 +186,15 @@ def run(directory: Path, *, quick: bool, say: Callable[[str], None]) -> int:
     for picture in PICTURES:
         source = directory / f"{picture.source}{suffix}.json"
         if not source.exists():
-            say(f"{picture.name}: no {source.name}; run python -m bench {picture.source}")
+            say(f"{picture.alt}: no {source.name}; run python -m bench {picture.source}")
             continue
         report = Report.read(source)
         panels = [panel for panel in picture.panels(report) if panel.lines]
         if not panels:
-            say(f"{picture.name}: no figure in {source.name}")
+            say(f"{picture.alt}: no figure in {source.name}")
             continue
-        path = directory / f"{picture.name}{suffix}.png"
+        path = source.with_suffix(".png")
         draw(panels, f"{source.name}: {provenance(report.environment)}", path)
-        say(f"{picture.name}: drawn to {path}")
+        say(f"{picture.alt}: drawn to {path}")
         count += 1
     return count
