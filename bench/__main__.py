@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from . import jax_overhead, plots, startup
 from .peers import PEERS
@@ -117,8 +118,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say = partial(console.print, highlight=False, soft_wrap=True)
         return 0 if plots.run(options.out, quick=options.quick, say=say) else 1
     start = time.perf_counter()
-    with CardMonitor() as monitor, console.status(options.command) as status:
-        report = _run(options, status.update)
+    with CardMonitor() as monitor, _progress(console) as progress:
+        task = progress.add_task(options.command, total=None)
+        report = _run(options, lambda text: progress.update(task, description=text))
     report = finish(report, options, monitor, time.perf_counter() - start)
     console.print(report.table())
     for note in report.notes:
@@ -126,6 +128,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = report.write(options.out)
     console.print(f"{report.settings['seconds']:.0f} s, written to {path}", highlight=False)
     return 1 if report.failed else 0
+
+
+def _progress(console: Console) -> Progress:
+    """A bar with what is going on and for how long; how much is left nobody knows."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True)
 
 
 def finish(

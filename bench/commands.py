@@ -402,7 +402,11 @@ def _specs(
         replace(
             spec,
             peers=options.peers,
-            bars=tuple(bar for bar in spec.bars if set(bar.against) & set(options.peers)),
+            bars=tuple(
+                bar
+                for bar in spec.bars
+                if any(name.startswith((*options.peers, cases.AUTO)) for name in bar.against)
+            ),
         )
         for spec in chosen
     )

@@ -907,6 +907,14 @@ def test_options_choose_among_the_cases(torch):
     alone = _chosen("forward", "--peers", "cudnn")
     assert {spec.peers for spec in alone} == {("cudnn",)}
     assert {bar.title for spec in alone for bar in spec.bars} == {"cuDNN attention"}
+    from bench import commands
+
+    options = _options("backward", "--peers", "triton")
+    chosen = commands._specs(options, cases.backward(), SQUARE, (), (), "")
+    assert {bar.title for spec in chosen for bar in spec.bars} == {"Triton"}
+    options = _options("ablation", "--peers", "none")
+    own = commands._specs(options, cases.ablation_backward(), SQUARE, (), (), "")
+    assert [spec.bars for spec in own] == [spec.bars for spec in cases.ablation_backward()]
 
 
 def test_problems_with_two_head_dims_are_held_against_square_ones(torch):
