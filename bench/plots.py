@@ -103,14 +103,14 @@ def memory_panels(report: Report) -> list[Panel]:
 
 
 def accuracy_panels(report: Report) -> list[Panel]:
-    """Errors over the size of the logits, of the cases that the README shows, by dtype."""
+    """Errors over the size of the logits, of the cases that the README shows."""
     panels = []
     for output in ("kl", "dq1", "dq2"):
         lines = lines_of(
             report.rows,
             "logit_scale",
             output,
-            lambda row: f"{row['contender']}, {row['dtype']}",
+            _entry,
             lambda row: row["kind"] == "logits" and row["headline"],
         )
         label = "norm-relative error"

@@ -197,12 +197,12 @@ def pictures(root: Path = ROOT) -> str:
 
 
 def accuracy(root: Path = ROOT) -> str:
-    """The table of errors, in bfloat16, a column for everybody who took part."""
+    """The table of errors, a column for everybody who took part."""
     found = list(_reports(("accuracy",), root))
     if not found:
         return ""
     ((path, report),) = found
-    shown = [row for row in report.rows if row["headline"] and row["dtype"] == "bfloat16"]
+    shown = [row for row in report.rows if row["headline"]]
     names = list(dict.fromkeys(row["contender"] for row in shown if row["status"] != "skipped"))
     lines = [f"[{report.title}]({path}), {provenance(report.environment)}", ""]
     lines += _head(["case", "output", *names], [False, False, *(True for _ in names)])

@@ -1272,6 +1272,49 @@ def test_who_ran_out_of_memory_is_done_with(torch):
     assert memory.stops(rows) == ["Forward, torch eager: out of memory at N = 2K."]
 
 
+def test_the_table_of_memory(torch, monkeypatch):
+    from bench import memory
+    from bench.case import Case
+
+    asked = []
+
+    def measured(case, entry, direction, *, is_warm):
+        asked.append((case.workload.num_keys, direction, entry.name, is_warm, case.state))
+        row = {"contender": entry.name, "entry": entry.name, "ours": entry.ours, "status": "ok"}
+        if entry.name == "eager" and case.workload.num_keys == 2048:
+            return row | {"status": "skipped", "detail": memory.OUT_OF_MEMORY}
+        return row | {"extra_bytes": 80 if direction == "forward" else 100}
+
+    monkeypatch.setattr(memory, "Case", lambda workload: Case(workload, "cpu"))
+    monkeypatch.setattr(memory, "_measured", measured)
+    monkeypatch.setattr(memory, "formula", lambda case, entry, direction: 80)
+    monkeypatch.setattr(memory.ours, "compile_ahead", lambda *_: None)
+    monkeypatch.setattr(memory.ours, "forward_state", lambda case: "state")
+    paths = (cases.AUTO, cases.SEPARATE, cases.FUSED)
+    specs = [
+        cases.Spec(f"N = {n}", Workload(1, n, n, 8, 8), paths, ("eager",), calls=calls)
+        for n, calls in ((1024, None), (2048, None), (4096, 1))
+    ]
+    made = memory.run(specs, lambda text: None)
+    rows = {(row["case"], row["direction"], row["entry"]): row for row in made.rows}
+    assert len(made.rows) == len(rows) == 3 * (2 + 3)
+    assert rows["N = 1024", "forward", "ours"]["bars"][0]["met"] is True
+    assert rows["N = 1024", "backward", "ours, fused"]["bars"][0]["met"] is False
+    assert rows["N = 1024", "forward", "eager"].get("formula_bytes") is None
+    last = rows["N = 4096", "forward", "eager"]
+    assert (last["status"], last["detail"]) == ("skipped", "out of memory at N = 2048")
+    assert asked[-3:] == [
+        (4096, "forward", "ours", False, None),
+        (4096, "backward", "ours, separate", False, "state"),
+        (4096, "backward", "ours, fused", False, "state"),
+    ]
+    assert asked[0][3:] == (True, None)
+    assert made.notes[2:] == [
+        "Forward, eager: out of memory at N = 2048.",
+        "Backward, eager: out of memory at N = 2048.",
+    ]
+
+
 # Commands of both directions.
 
 

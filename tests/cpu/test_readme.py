@@ -205,7 +205,6 @@ def test_the_table_of_accuracy_has_a_column_for_everybody(tmp_path: Path) -> Non
         | {"kind": "logits", "headline": True, "ours": False},
         row("ours", "KL about 0.01", "near"),
         row("ours", "not shown", "logits", headline=False),
-        row("ours", "not shown", "logits", dtype="float16"),
     ]
     notes = ["Something.", "Floor of kl between near sides: 1e-7."]
     write_results(tmp_path / "bench" / "results", "accuracy", "NVIDIA X", rows, notes)
