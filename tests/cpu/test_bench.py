@@ -1344,7 +1344,7 @@ def test_a_case_of_both_directions_is_drawn_once(torch, monkeypatch):
         names = tuple(entry.name for entry in entries)
         asked.append((spec.label, names, case.state))
         row = {"workload": spec.workload.name, "direction": direction, "ours": True}
-        return [row | {"status": "ok", "case": spec.label}]
+        return [row | {"status": "wrong" if "c" in spec.label[-1] else "ok", "case": spec.label}]
 
     monkeypatch.setattr(commands, "Case", draw)
     monkeypatch.setattr(commands, "_timed", timed)
@@ -1353,6 +1353,8 @@ def test_a_case_of_both_directions_is_drawn_once(torch, monkeypatch):
     specs = (
         cases.Spec("a", CASES["square"], ("ours",), ("eager", "kept")),
         cases.Spec("b", CASES["causal"], ("ours",), calls=2),
+        # Whose forward is wrong: there is nothing to hold its backward against.
+        cases.Spec("c", CASES["two head dims"], ("ours",), calls=2),
     )
     made = commands._both_directions(
         "lengths", "Title", specs, specs, _options("lengths"), lambda text: None
@@ -1363,8 +1365,9 @@ def test_a_case_of_both_directions_is_drawn_once(torch, monkeypatch):
         ("backward, a", ("ours", "eager", "kept"), None),
         ("forward, b", ("ours",), None),
         ("backward, b", ("ours",), "state"),
+        ("forward, c", ("ours",), None),
     ]
-    assert [row["direction"] for row in made.rows] == ["forward"] * 2 + ["backward"] * 2
+    assert [row["direction"] for row in made.rows] == ["forward"] * 3 + ["backward"] * 2
 
 
 def test_the_entries_of_the_ablation(torch):
