@@ -58,7 +58,8 @@ class Problem:
     def of(cls, cell: Cell, device: str = "cuda", *, seed: int = 0) -> Problem:
         """Draw the inputs of a cell."""
         first = Case(workload_of(cell), device, seed=seed)
-        changes: dict[str, object] = {}
+        # So that float16 holds the smallest of the gradients, dQ2, and the largest, dK1.
+        changes: dict[str, object] = {"dkl": first.dkl / cell.logit_scale**0.5}
         for name in ("q1", "q2"):
             queries = getattr(first, name)
             changes[name] = (queries.float() * cell.logit_scale).to(queries.dtype)
@@ -120,7 +121,8 @@ def run(cells: Sequence[Cell], peer_names: Sequence[str], say: Say) -> Report:
             f"{audit.FORWARD_FLOOR:g} for kl and lse and {audit.GRADIENT_FLOOR:g} for gradients; "
             "between equal sides kl is exactly 0. It binds ours; of a peer it says where it would "
             "be broken.",
-            "Random normal inputs, queries multiplied by the size of the logits. Near sides: the "
+            "Random normal inputs, queries multiplied by the size of the logits and the upstream "
+            "gradient divided by its square root. Near sides: the "
             "keys of side 2 are those of side 1, some of their elements moved by steps of the "
             "dtype. True KL: mean over the rows in float64.",
             *floors(rows),

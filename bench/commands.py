@@ -404,7 +404,8 @@ def _specs(
     return tuple(
         replace(
             spec,
-            peers=options.peers,
+            # Where calls take long, nobody takes part who does not by default.
+            peers=tuple(name for name in options.peers if spec.calls is None or name in spec.peers),
             bars=tuple(
                 bar
                 for bar in spec.bars

@@ -912,6 +912,12 @@ def test_options_choose_among_the_cases(torch):
     options = _options("backward", "--peers", "triton")
     chosen = commands._specs(options, cases.backward(), SQUARE, (), (), "")
     assert {bar.title for spec in chosen for bar in spec.bars} == {"Triton"}
+    options = _options("lengths", "--peers", "triton,eager")
+    lengths = commands._specs(options, cases.lengths(), SQUARE, (), (), "")
+    assert [spec.peers for spec in lengths[::2]] == [
+        *[("triton", "eager")] * 5,
+        *[("triton",), (), ()],
+    ]
     options = _options("ablation", "--peers", "none")
     own = commands._specs(options, cases.ablation_backward(), SQUARE, (), (), "")
     assert [spec.bars for spec in own] == [spec.bars for spec in cases.ablation_backward()]
@@ -1133,6 +1139,16 @@ def test_the_textbook_on_the_device_is_that_of_the_audit(torch, monkeypatch, dty
         here = textbook.error(ours[False][name], wanted)
         assert here == pytest.approx(audit.error(baseline, reference_), rel=0.5, abs=1e-7), name
         assert 0 < here < 0.1
+
+
+@pytest.mark.parametrize("scale", [1.0, 10.0, 100.0, 1000.0])
+def test_no_size_of_the_logits_leaves_the_range_of_float16(torch, scale):
+    from bench import accuracy
+
+    solution = accuracy.Problem.of(cases.Cell("logits", "float16", 64, 512, scale), "cpu").solve
+    for name, x in solution(exact=True).items():
+        assert 1e-2 < float(x.abs().max()) < 32768 or not name.startswith("d"), name
+    assert all(bool(x.isfinite().all()) for x in solution(exact=False).values())
 
 
 def test_rounding_on_the_device_is_that_of_the_audit(torch):
