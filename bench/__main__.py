@@ -8,16 +8,19 @@ can be measured here.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from . import jax_overhead, startup
+from . import jax_overhead, plots, startup
 from .peers import PEERS
 from .report import RESULTS, Report, environment
 from .timing import CardMonitor
@@ -34,9 +37,15 @@ _HELP = {
     "tune": "how far the plan's tiles and splits are from the best candidates",
     "overhead": "what a call costs the host",
     "overhead-jax": "what a call from JAX costs the host, without PyTorch",
-    "memory": "peak device memory beside the formula",
+    "memory": "peak device memory beside the formula, and where each peer runs out of it",
+    "accuracy": "every output against float64, beside the textbook formula and the peers",
+    "ablation": "split keys, fused kernels, Hopper's kernels, fixed order: each with and without",
+    "lengths": "forward and backward over the length of the context, to 512K tokens",
+    "peers": "every peer, at a length where all of them fit into the card",
     "startup": "time to the first result of a process, kernels compiled and cached",
+    "plot": "pictures of the results of lengths, memory and accuracy; needs no card",
 }
+_BOTH_MASKS = ("forward", "backward", "tune", "lengths", "peers", "ablation", "memory")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -53,7 +62,12 @@ def parser() -> argparse.ArgumentParser:
             "--out", type=Path, default=RESULTS, metavar="DIR", help="where the results go"
         )
         command.add_argument("--commit", help="the commit, for a tree without a git directory")
-        if name in ("overhead-jax", "startup"):
+        if name in ("overhead-jax", "startup", "plot"):
+            continue
+        command.add_argument(
+            "--peers", type=_peers, metavar="A,B", help=f"none, or names of {', '.join(PEERS)}"
+        )
+        if name == "accuracy":
             continue
         if name == "tune":
             command.add_argument("direction", choices=("forward", "backward"))
@@ -76,15 +90,12 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--d2", type=_count, help="head dim of side 2")
         command.add_argument("--dtype", choices=tuple(ITEM_BYTES))
         command.add_argument("--setting", type=int, choices=(1, 2), help="1: dQ2 dK2, 2: dQ1 dK1")
-        both = name in ("forward", "backward", "tune")
+        both = name in _BOTH_MASKS
         command.add_argument(
             "--causal",
             choices=("full", "causal", "both") if both else ("full", "causal"),
             default="both" if both else "full",
             help="masks (default: %(default)s)",
-        )
-        command.add_argument(
-            "--peers", type=_peers, metavar="A,B", help=f"none, or names of {', '.join(PEERS)}"
         )
         command.add_argument("--rounds", type=_count, help="interleaved rounds to time")
         command.add_argument(
@@ -103,9 +114,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if missing is not None:
         Console(stderr=True).print(f"python -m bench: nothing can be measured here: {missing}.")
         return 2
+    if options.command == "plot":
+        say = partial(console.print, highlight=False, soft_wrap=True)
+        return 0 if plots.run(options.out, quick=options.quick, say=say) else 1
     start = time.perf_counter()
-    with CardMonitor() as monitor, console.status(options.command) as status:
-        report = _run(options, status.update)
+    with CardMonitor() as monitor, _progress(console) as progress:
+        task = progress.add_task(options.command, total=None)
+        report = _run(options, lambda text: progress.update(task, description=text))
     report = finish(report, options, monitor, time.perf_counter() - start)
     console.print(report.table())
     for note in report.notes:
@@ -113,6 +128,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = report.write(options.out)
     console.print(f"{report.settings['seconds']:.0f} s, written to {path}", highlight=False)
     return 1 if report.failed else 0
+
+
+def _progress(console: Console) -> Progress:
+    """A bar with what is going on and for how long; how much is left nobody knows."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True)
 
 
 def finish(
@@ -159,6 +180,8 @@ def _missing(command: str) -> str | None:
         return _missing_for_startup()
     if command == "overhead-jax":
         return jax_overhead.missing()
+    if command == "plot":
+        return None if importlib.util.find_spec("matplotlib") else "matplotlib is not installed"
     try:
         import torch
     except ImportError:

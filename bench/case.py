@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -45,6 +47,9 @@ class Case:
         Upstream gradient, float32 ``(BH, N_Q)``.
     scale1, scale2
         ``D ** -0.5``.
+    state
+        What a forward returned whose sampled rows were right; None for none. A backward starts from
+        it, and the reference of dK takes its statistics and the logits of the sampled keys alone.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class Case:
         )
         self.scale1 = workload.head_dim1**-0.5
         self.scale2 = workload.head_dim2**-0.5
+        self.state: Any = None
         self.heads = sorted({0, workload.heads - 1})[:NUM_SAMPLED_HEADS]
         self.key_heads = sorted({head // workload.group for head in self.heads})
         self.rows = self._sample(workload.num_queries, seed + 1)
@@ -80,6 +86,22 @@ class Case:
         chosen = torch.randperm(length, generator=generator)[:NUM_SAMPLED_ROWS]
         ends = torch.tensor([0, length - 1])
         return torch.cat([chosen, ends]).unique().to(self.device)
+
+    def changed(self, **attributes: object) -> Case:
+        """The same case but for some attributes, its references not yet computed."""
+        other = copy.copy(self)
+        for name in ("_forward_reference", "_backward_reference"):
+            other.__dict__.pop(name, None)
+        for name, value in attributes.items():
+            setattr(other, name, value)
+        return other
+
+    def output_shapes(self, direction: str) -> Sequence[tuple[torch.Size, torch.dtype]]:
+        """Shapes and dtypes of what a ``"forward"`` or a ``"backward"`` of this package returns."""
+        if direction == "forward":
+            return [(self.dkl.shape, torch.float32)] * 3
+        q_t, k_t, _ = self.trained
+        return [(q_t.shape, q_t.dtype), (k_t.shape, k_t.dtype)]
 
     @property
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -132,6 +154,11 @@ class Case:
             errors[name] = _error(ours, expected, output)
         return errors
 
+    def mean_kl(self, head: int) -> torch.Tensor:
+        """Mean of kl over all rows of a head."""
+        rows = torch.arange(self.workload.num_queries, device=self.device)
+        return torch.cat([kl for kl, _, _ in self._states(head, rows)]).mean()
+
     def check_backward(self, outputs: Outputs) -> Errors:
         """Errors of dQ on the sampled rows and of dK on the sampled keys of the sampled heads."""
         dq, dk = outputs
@@ -156,23 +183,30 @@ class Case:
         dk = [self._dk(key_head) for key_head in self.key_heads]
         return torch.stack(dq), torch.stack(dk)
 
-    def _blocks(self, rows: torch.Tensor) -> Iterator[torch.Tensor]:
-        yield from rows.split(max(1, _BLOCK_ELEMENTS // self.workload.num_keys))
+    def _blocks(self, rows: torch.Tensor, num_keys: int) -> Iterator[torch.Tensor]:
+        yield from rows.split(max(1, _BLOCK_ELEMENTS // num_keys))
 
-    def _logits(self, head: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both logit matrices of some rows, -inf where the mask hides a key."""
+    def _logits(
+        self, head: int, rows: torch.Tensor, keys: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both logit matrices of some rows over some or all keys, -inf where the mask hides one."""
         key_head = head // self.workload.group
-        s1 = self.q1[head, rows].double() @ self.k1[key_head].double().T * self.scale1
-        s2 = self.q2[head, rows].double() @ self.k2[key_head].double().T * self.scale2
+        if keys is None:
+            keys = torch.arange(self.workload.num_keys, device=self.device)
+            k1, k2 = self.k1[key_head], self.k2[key_head]
+        else:
+            k1, k2 = self.k1[key_head, keys], self.k2[key_head, keys]
+        s1 = self.q1[head, rows].double() @ k1.double().T * self.scale1
+        s2 = self.q2[head, rows].double() @ k2.double().T * self.scale2
         if self.workload.causal:
             last = rows + self.workload.num_keys - self.workload.num_queries
-            hidden = torch.arange(self.workload.num_keys, device=self.device) > last[:, None]
+            hidden = keys > last[:, None]
             s1.masked_fill_(hidden, -math.inf)
             s2.masked_fill_(hidden, -math.inf)
         return s1, s2
 
     def _states(self, head: int, rows: torch.Tensor) -> Iterator[_State]:
-        for block in self._blocks(rows):
+        for block in self._blocks(rows, self.workload.num_keys):
             s1, s2 = self._logits(head, block)
             yield _statistics(s1, s2)
 
@@ -180,7 +214,7 @@ class Case:
         """dQ of the sampled rows of one head."""
         _, k_t, scale_t = self.trained
         keys = k_t[head // self.workload.group].double()
-        blocks = self._blocks(self.rows)
+        blocks = self._blocks(self.rows, self.workload.num_keys)
         return torch.cat([self._logit_gradient(head, rows) @ keys for rows in blocks]) * scale_t
 
     def _dk(self, key_head: int) -> torch.Tensor:
@@ -189,15 +223,27 @@ class Case:
         group = self.workload.group
         all_rows = torch.arange(self.workload.num_queries, device=self.device)
         dk = torch.zeros(len(self.keys), k_t.shape[2], dtype=torch.float64, device=self.device)
+        num_keys = self.workload.num_keys if self.state is None else len(self.keys)
         for head in range(key_head * group, (key_head + 1) * group):
-            for rows in self._blocks(all_rows):
-                ds = self._logit_gradient(head, rows)
-                dk += ds[:, self.keys].T @ q_t[head, rows].double()
+            for rows in self._blocks(all_rows, num_keys):
+                if self.state is None:
+                    ds = self._logit_gradient(head, rows)[:, self.keys]
+                else:
+                    whole = (self.state.kl, self.state.lse1, self.state.lse2)
+                    state = tuple(x[head, rows].double() for x in whole)
+                    ds = self._logit_gradient(head, rows, self.keys, state)
+                dk += ds.T @ q_t[head, rows].double()
         return dk * scale_t
 
-    def _logit_gradient(self, head: int, rows: torch.Tensor) -> torch.Tensor:
-        s1, s2 = self._logits(head, rows)
-        kl, lse1, lse2 = _statistics(s1, s2)
+    def _logit_gradient(
+        self,
+        head: int,
+        rows: torch.Tensor,
+        keys: torch.Tensor | None = None,
+        state: tuple[torch.Tensor, ...] | None = None,
+    ) -> torch.Tensor:
+        s1, s2 = self._logits(head, rows, keys)
+        kl, lse1, lse2 = _statistics(s1, s2) if state is None else state
         p1 = (s1 - lse1[:, None]).exp().nan_to_num_(0.0)  # a row without keys has no probability
         if self.workload.setting == 1:
             ds = (s2 - lse2[:, None]).exp().nan_to_num_(0.0) - p1

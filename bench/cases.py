@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from streamkl_cupy.timing import LEAST_ROUNDS
+
 from .bars import NOISE, Bar
-from .workloads import LONGEST, SMALL_Q, SQUARE, Workload, masks, shrunk
+from .workloads import LENGTHS, LONG, LONGEST, MEMORY, SMALL_Q, SQUARE, Workload, masks, shrunk
 
 TRITON_BACKWARD = ("triton, separate", "triton, fused")
 FUSED, SEPARATE, AUTO = "ours, fused", "ours, separate", "ours"
 PORTABLE, WHOLE, UNSHARED = "ours, portable", "ours, no split", "ours, keys not shared"
+PORTABLE_FUSED, PORTABLE_SEPARATE = "ours, portable, fused", "ours, portable, separate"
+DETERMINISTIC = "ours, deterministic"
 # Stands for an entry for each other number of splits that the tuner would try.
 SPLITS = "ours, splits"
 # Of the cases whose rounds are many and short.
@@ -42,6 +47,9 @@ class Spec:
     interpolated
         Least share of the rate between those of square problems of the same lengths; None where it
         is a square problem itself.
+    calls
+        Where a call takes seconds: how often each entry is called, all of it timed and the last
+        checked. None for interleaved rounds.
     """
 
     label: str
@@ -54,6 +62,45 @@ class Spec:
     headline: bool = False
     rounds: int | None = None
     interpolated: float | None = None
+    calls: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One problem whose accuracy is measured: two heads, as many keys as queries, unmasked.
+
+    Attributes
+    ----------
+    kind
+        ``"logits"``: two sides that have nothing to do with each other. ``"near"``: the keys of
+        side 2 are those of side 1, moved until KL is about `kl`. ``"equal"``: both sides the same.
+    dtype, head_dim, length
+        Of the inputs.
+    logit_scale
+        Standard deviation of the logits.
+    kl
+        What it is to be between near sides.
+    headline
+        Whether the README shows it.
+    """
+
+    kind: str
+    dtype: str
+    head_dim: int
+    length: int
+    logit_scale: float = 1.0
+    kl: float | None = None
+    headline: bool = False
+
+    @property
+    def label(self) -> str:
+        """For instance ``bfloat16, d = 128, N = 1024, logits 10``."""
+        what = {
+            "logits": f"logits {self.logit_scale:g}",
+            "near": f"KL about {self.kl}",
+            "equal": "equal sides",
+        }[self.kind]
+        return f"{self.dtype}, d = {self.head_dim}, N = {self.length}, {what}"
 
 
 def _beside(entry: str, least: float | None, peer: str, title: str) -> Bar:
@@ -66,7 +113,8 @@ def forward() -> tuple[Spec, ...]:
     for causal, share in ((False, 0.95), (True, 0.96)):
         for length in (16384, 65536):
             main = length == SQUARE.num_keys
-            peers = ("triton", "cudnn", "cublas", *(("chunked",) if main and not causal else ()))
+            peers = ("triton", "cudnn", *(("flash",) if main else ()), "cublas")
+            peers += ("chunked",) if main and not causal else ()
             specs.append(
                 Spec(
                     _label("d = 128", length, causal),
@@ -109,6 +157,7 @@ def forward() -> tuple[Spec, ...]:
                 (_beside(AUTO, 1.0, "triton", "Triton"),),
             )
         )
+    specs.append(Spec("8 heads share keys", replace(SQUARE, group=8), (AUTO,)))
     specs.append(Spec("BH = 8, N = 512K, causal", LONGEST, (AUTO,)))
     return tuple(specs)
 
@@ -133,7 +182,7 @@ def backward() -> tuple[Spec, ...]:
                 _label(f"Setting {setting}, d = 128", SQUARE.num_keys, causal),
                 replace(SQUARE, causal=causal, setting=setting),
                 (FUSED, SEPARATE),
-                ("triton", "cudnn", "cublas") if setting == 1 else ("cudnn", "cublas"),
+                ("triton", "cudnn", "flash", "cublas") if setting == 1 else ("cudnn", "cublas"),
                 tuple(bars),
                 yardstick="cublas",
                 headline=setting == 1,
@@ -159,6 +208,7 @@ def backward() -> tuple[Spec, ...]:
         )
     )
     specs.append(Spec("d = 32", replace(SQUARE, head_dim1=32, head_dim2=32), (FUSED,)))
+    specs.append(Spec("8 heads share keys", replace(SQUARE, group=8), (FUSED,)))
     specs += _unequal((FUSED,), 0.85)
     for length in (4096, 8192, 16384):
         specs.append(
@@ -182,6 +232,10 @@ def backward() -> tuple[Spec, ...]:
                 yardstick="copy",
             )
         )
+    for setting, causal in itertools.product((1, 2), (False, True)):
+        shape = replace(SQUARE, num_queries=65536, num_keys=65536, causal=causal, setting=setting)
+        label = _label(f"Setting {setting}, d = 128", 65536, causal)
+        specs.append(Spec(label, shape, (AUTO,), calls=LEAST_ROUNDS))
     return tuple(specs)
 
 
@@ -216,6 +270,18 @@ def small_q() -> tuple[Spec, ...]:
             yardstick="read",
         )
     )
+    for num_queries, num_keys in ((32, 131072), (1, 65536), (1, 262144), (1, 524288)):
+        specs.append(
+            Spec(
+                f"N_Q = {num_queries}, N_K = {num_keys // 1024}K",
+                replace(SMALL_Q, num_queries=num_queries, num_keys=num_keys),
+                (AUTO, WHOLE),
+                ("read",),
+                unit="TB/s",
+                yardstick="read",
+                rounds=SHARING_ROUNDS,
+            )
+        )
     for num_queries in (65, 128, 256, 512, 1024, 2048):
         specs.append(
             Spec(
@@ -227,6 +293,163 @@ def small_q() -> tuple[Spec, ...]:
             )
         )
     return tuple(specs)
+
+
+def lengths() -> tuple[Spec, ...]:
+    """Both directions over the length of the context; the longest by ourselves and briefly."""
+    specs = []
+    for length in (2**power for power in range(12, 20)):
+        for shape in masks(replace(LENGTHS, num_queries=length, num_keys=length), "both"):
+            calls = None if length < LONG else 1 if length > 2 * LONG else 2
+            specs.append(
+                Spec(
+                    _label("d = 128", length, shape.causal),
+                    shape,
+                    (AUTO,),
+                    ("triton",) if length <= LONG else (),
+                    rounds=SHARING_ROUNDS,
+                    calls=calls,
+                )
+            )
+    return tuple(specs)
+
+
+def peers() -> tuple[Spec, ...]:
+    """Every peer, at a length where all of them fit into the card; `kept` is of the backward."""
+    shape = replace(SQUARE, heads=16, num_queries=8192, num_keys=8192)
+    names = ("triton", "fla", "compile", "eager", "chunked", "kept", "cudnn", "flash", "cublas")
+    return tuple(
+        Spec(
+            _label("d = 128", one.num_keys, one.causal),
+            one,
+            (AUTO,),
+            names,
+            yardstick="cublas",
+            rounds=SHARING_ROUNDS,
+        )
+        for one in masks(shape, "both")
+    )
+
+
+def ablation_forward() -> tuple[Spec, ...]:
+    """Keys split or whole; Hopper's kernel or the portable one."""
+    specs = [
+        Spec(
+            f"split keys, N_Q = {num_queries}, N_K = 128K",
+            replace(SMALL_Q, num_queries=num_queries),
+            (AUTO, WHOLE),
+            bars=(Bar(AUTO, (WHOLE,), "keys whole"),),
+            unit="TB/s",
+        )
+        for num_queries in (1, 16, 64)
+    ]
+    for dim, causal in ((64, False), (128, False), (128, True), (256, False)):
+        specs.append(
+            Spec(
+                _label(f"kernel, d = {dim}", SQUARE.num_keys, causal),
+                replace(SQUARE, head_dim1=dim, head_dim2=dim, causal=causal),
+                (AUTO, PORTABLE),
+                bars=(Bar(AUTO, (PORTABLE,), "the portable kernel"),),
+            )
+        )
+    return tuple(replace(spec, rounds=SHARING_ROUNDS) for spec in specs)
+
+
+def ablation_backward() -> tuple[Spec, ...]:
+    """Fused or separate, Hopper's kernels or the portable ones, reproducible or not."""
+    specs = [
+        Spec(
+            f"fused, N_Q = {num_queries}, N_K = 128K",
+            replace(SMALL_Q, num_queries=num_queries),
+            (FUSED, SEPARATE),
+            bars=(Bar(FUSED, (SEPARATE,), "separate kernels"),),
+            unit="TB/s",
+        )
+        for num_queries in (1, 16, 64)
+    ]
+    for setting, causal in itertools.product((1, 2), (False, True)):
+        specs.append(
+            Spec(
+                _label(f"fused and kernel, Setting {setting}", SQUARE.num_keys, causal),
+                replace(SQUARE, setting=setting, causal=causal),
+                (FUSED, SEPARATE, PORTABLE_FUSED, PORTABLE_SEPARATE),
+                bars=(
+                    Bar(FUSED, (SEPARATE,), "separate kernels"),
+                    Bar(FUSED, (PORTABLE_FUSED,), "the portable kernel"),
+                    Bar(SEPARATE, (PORTABLE_SEPARATE,), "the portable kernels"),
+                ),
+            )
+        )
+    for shape, unit in ((SQUARE, "TFLOP/s"), (replace(SMALL_Q, num_queries=16), "TB/s")):
+        specs.append(
+            Spec(
+                f"deterministic, N_Q = {shape.num_queries}",
+                shape,
+                (AUTO, DETERMINISTIC),
+                bars=(Bar(DETERMINISTIC, (AUTO,), "any order of sums"),),
+                unit=unit,
+            )
+        )
+    return tuple(replace(spec, rounds=SHARING_ROUNDS) for spec in specs)
+
+
+def memory() -> tuple[Spec, ...]:
+    """Lengths, few queries on split keys, and the longest, where only peers that stop at once run.
+
+    `calls` is 1 where a call takes so long that the one whose memory is measured is the first.
+    """
+    names = ("triton", "chunked", "eager", "compile")
+    specs = [
+        Spec(
+            f"N = {length // 1024}K",
+            replace(MEMORY, num_queries=length, num_keys=length),
+            (AUTO, SEPARATE, FUSED),
+            names,
+            calls=1 if length > SQUARE.num_keys else None,
+        )
+        for length in (1024, 4096, 8192, 16384, 32768, 65536)
+    ]
+    few = replace(SMALL_Q, num_queries=16)
+    specs.append(Spec("N_Q = 16, N_K = 128K", few, (AUTO, SEPARATE, FUSED)))
+    for length in (262144, 524288):
+        shape = replace(MEMORY, num_queries=length, num_keys=length, causal=True)
+        label = f"N = {length // 1024}K, causal"
+        specs.append(Spec(label, shape, (AUTO, SEPARATE, FUSED), calls=1))
+    # In full masks, whose first block of rows is as large as any.
+    last = specs[-1].workload
+    specs.append(Spec("N = 512K", replace(last, causal=False), (), ("chunked",), calls=1))
+    return tuple(specs)
+
+
+def accuracy() -> tuple[Cell, ...]:
+    """Logits of every size, then sides that are near each other, then the same."""
+    headline = ("bfloat16", 128, 16384)
+    cells = [
+        Cell("logits", dtype, dim, length, scale, headline=(dtype, dim, length) == headline)
+        for dtype, dim, length, scale in itertools.product(
+            ("bfloat16", "float16"), (64, 128, 256), (1024, 16384), (1.0, 10.0, 100.0, 1000.0)
+        )
+    ]
+    for dtype in ("bfloat16", "float16"):
+        cells += [
+            Cell("near", dtype, 128, 4096, kl=10.0**-power, headline=dtype == "bfloat16")
+            for power in range(2, 9)
+        ]
+        cells += [
+            Cell("equal", dtype, dim, 4096, headline=(dtype, dim) == ("bfloat16", 128))
+            for dim in (64, 128, 256)
+        ]
+    return tuple(cells)
+
+
+def quick_cells(cells: Iterable[Cell]) -> tuple[Cell, ...]:
+    """Short ones, one head dim, of each kind the first and the last of a dtype."""
+    some = [
+        replace(cell, length=256)
+        for cell in cells
+        if cell.head_dim == 64 or (cell.kind == "near" and cell.kl in (1e-2, 1e-8))
+    ]
+    return tuple(dict.fromkeys(some))
 
 
 def tune_forward() -> tuple[Spec, ...]:
@@ -264,10 +487,13 @@ def tune_backward() -> tuple[Spec, ...]:
 
 def quick(specs: Iterable[Spec]) -> tuple[Spec, ...]:
     """The same cases on small problems, without bars, which mean nothing there."""
-    return tuple(
+    small = [
         replace(spec, workload=shrunk(spec.workload), bars=(), interpolated=None, rounds=None)
         for spec in specs
-    )
+    ]
+    # Lengths that have become the same are one case.
+    distinct = {(s.workload, s.ours, s.peers, s.unit, s.calls is None): s for s in reversed(small)}
+    return tuple(reversed(distinct.values()))
 
 
 def _unequal(entries: tuple[str, ...], least: float) -> list[Spec]:

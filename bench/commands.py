@@ -11,15 +11,15 @@ import torch
 
 from streamkl_cupy.timing import PAUSE_MS, ROUND_MS, ROUNDS, Timing, measure
 
-from . import bars, cases, ours, peers, torch_calls, tuning, workloads
+from . import accuracy, bars, cases, memory, ours, peers, torch_calls, tuning, workloads
 from .bars import Bar
 from .case import GRADIENT_TOLERANCES, KL_TOLERANCE, NUM_SAMPLED_ROWS, Case
 from .cases import Spec
 from .contender import Contender, Entry, Outputs
 from .report import Column, Report, Row
-from .runner import Say, admit, outputs_bytes, run_case
+from .runner import Say, admit, run_brief, run_case
 from .timing import event_stopwatch
-from .workloads import STATISTIC_BYTES, Workload
+from .workloads import Workload
 
 ROUNDS_QUICK = 3
 # Rounds of one case together; what takes a second a call gets fewer.
@@ -61,7 +61,7 @@ def forward(options: argparse.Namespace, say: Say) -> Report:
     for spec in specs:
         case = Case(spec.workload, unit=spec.unit)
         entries = [*_forward_entries(case, spec), *peers.forward_entries(spec.peers, case)]
-        rows += _timed(spec, entries, options, say)
+        rows += _timed(spec, entries, options, say, case=case)
         del case, entries
     _interpolate(specs, rows, lambda shape: shape.forward_dim)
     return Report(
@@ -87,11 +87,8 @@ def backward(options: argparse.Namespace, say: Say) -> Report:
     rows: list[Row] = []
     for spec in specs:
         case = Case(spec.workload, unit=spec.unit)
-        entries = [
-            *(ours.backward_entry(case, _strategy(name)) for name in spec.ours),
-            *peers.backward_entries(spec.peers, case),
-        ]
-        rows += _timed(spec, entries, options, say)
+        entries = [*_backward_entries(case, spec), *peers.backward_entries(spec.peers, case)]
+        rows += _timed(spec, entries, options, say, case=case, direction="backward")
         del case, entries
     _interpolate(specs, rows, lambda shape: shape.backward_dim)
     rows += _all_four(specs[0], options, say)
@@ -110,6 +107,7 @@ def backward(options: argparse.Namespace, say: Say) -> Report:
             "gradients written once.",
             "Ours and Triton: everything from the row statistics to gradients in the dtype of the "
             "inputs. Separate is deterministic, fused is not.",
+            *_brief_notes(specs),
         ],
     )
 
@@ -125,7 +123,8 @@ def small_q(options: argparse.Namespace, say: Say) -> Report:
     for spec in specs:
         case = Case(spec.workload, unit=spec.unit)
         entries = _forward_entries(case, spec)
-        timed = _timed(spec, [*entries, *peers.forward_entries(spec.peers, case)], options, say)
+        entries += peers.forward_entries(spec.peers, case)
+        timed = _timed(spec, entries, options, say, case=case)
         gains = {row["entry"]: row.get("median_ms") for row in timed}
         own, whole = gains.get(cases.AUTO), gains.get(cases.WHOLE)
         if own and whole:
@@ -146,6 +145,126 @@ def small_q(options: argparse.Namespace, say: Say) -> Report:
         rows=rows,
         notes=[*notes, "Bytes: each input read once, three float32 a row written once."],
     )
+
+
+def lengths(options: argparse.Namespace, say: Say) -> Report:
+    """Both directions over the length of the context."""
+    custom = ((cases.AUTO,), ("triton",), "")
+    specs = _specs(options, cases.lengths(), workloads.LENGTHS, *custom)
+    return _both_directions("lengths", "Over the length of the context", specs, specs, options, say)
+
+
+def all_peers(options: argparse.Namespace, say: Say) -> Report:
+    """Every peer in both directions."""
+    chosen = cases.peers()
+    custom = (chosen[0].ours, chosen[0].peers, chosen[0].yardstick)
+    specs = _specs(options, chosen, chosen[0].workload, *custom)
+    return _both_directions("peers", "Every peer", specs, specs, options, say)
+
+
+def ablation(options: argparse.Namespace, say: Say) -> Report:
+    """What each part of the design brings, beside the same without it."""
+    pair = (cases.AUTO, cases.WHOLE)
+    forward_specs = _specs(options, cases.ablation_forward(), workloads.SQUARE, pair, (), "")
+    pair = (cases.FUSED, cases.SEPARATE)
+    backward_specs = _specs(options, cases.ablation_backward(), workloads.SQUARE, pair, (), "")
+    portable = {"forward_kernel": "forward_sm80", "backward_kernel": "backward_fused_sm80"}
+    return _both_directions(
+        "ablation",
+        "Each choice beside its alternative",
+        forward_specs,
+        backward_specs,
+        options,
+        say,
+        strategies=("auto", "fused", "separate"),
+        overrides=({}, portable),
+    )
+
+
+def _both_directions(
+    name: str,
+    title: str,
+    forward_specs: Sequence[Spec],
+    backward_specs: Sequence[Spec],
+    options: argparse.Namespace,
+    say: Say,
+    *,
+    strategies: Sequence[str] = ("auto",),
+    overrides: Sequence[ours.Overrides] = ({},),
+) -> Report:
+    """A table of forwards and backwards; where they are of one problem, it is drawn once.
+
+    ``strategies`` and ``overrides`` say which kernels are compiled ahead.
+    """
+    say(f"{name}: compiling")
+    ours.compile_ahead([spec.workload for spec in forward_specs], (), overrides)
+    ours.compile_ahead([spec.workload for spec in backward_specs], strategies, overrides)
+    directions = {id(spec): [] for spec in (*forward_specs, *backward_specs)}
+    for direction, specs in (("forward", forward_specs), ("backward", backward_specs)):
+        for spec in specs:
+            directions[id(spec)].append((direction, spec))
+    rows: list[Row] = []
+    for todo in directions.values():
+        case = Case(todo[0][1].workload, unit=todo[0][1].unit)
+        for direction, spec in todo:
+            labelled = replace(spec, label=f"{direction}, {spec.label}")
+            if direction == "forward":
+                names = [peer for peer in spec.peers if peer != "kept"]
+                entries = [*_forward_entries(case, spec), *peers.forward_entries(names, case)]
+            else:
+                if spec.calls is not None:
+                    # The reference would take minutes without the statistics of all rows.
+                    if not _is_right(case, rows):
+                        continue
+                    case.state = ours.forward_state(case)
+                entries = [
+                    *_backward_entries(case, spec),
+                    *peers.backward_entries(spec.peers, case),
+                ]
+            rows += _timed(labelled, entries, options, say, case=case, direction=direction)
+            del entries
+        del case
+    rows.sort(key=lambda row: row["direction"], reverse=True)
+    specs = (*forward_specs, *backward_specs)
+    return Report(
+        name=name,
+        title=f"{title}, {_shape(specs[0].workload)}",
+        columns=(*_RATE, _BARS, _DETAIL),
+        rows=rows,
+        notes=[*_notes(options, specs[0].workload), *_brief_notes(specs)],
+    )
+
+
+def _is_right(case: Case, rows: Sequence[Row]) -> bool:
+    """Whether our forward of a case has been found right."""
+    about = {"workload": case.workload.name, "direction": "forward", "status": "ok"}
+    return any(row["ours"] and about.items() <= row.items() for row in rows)
+
+
+def _brief_notes(specs: Sequence[Spec]) -> list[str]:
+    """Which cases have no rounds, and how many calls instead."""
+    labels: dict[int, list[str]] = {}
+    for spec in specs:
+        if spec.calls is not None and spec.label not in labels.setdefault(spec.calls, []):
+            labels[spec.calls].append(spec.label)
+    return [
+        f"Without rounds, median of {count} timed call{'s' if count > 1 else ''} each, "
+        f"the last of which was checked: {'; '.join(names)}."
+        for count, names in sorted(labels.items(), reverse=True)
+    ]
+
+
+def measure_accuracy(options: argparse.Namespace, say: Say) -> Report:
+    """Every output against float64."""
+    cells = cases.accuracy()
+    chosen = cases.quick_cells(cells) if options.quick else cells
+    return accuracy.run(chosen, _peers(options, accuracy.PEERS), say)
+
+
+def measure_memory(options: argparse.Namespace, say: Say) -> Report:
+    """Peak device memory of a call beyond its inputs."""
+    custom = ((cases.AUTO, cases.SEPARATE, cases.FUSED), ("triton", "chunked", "eager"), "")
+    return memory.run(_specs(options, cases.memory(), workloads.MEMORY, *custom), say)
 
 
 def tune(options: argparse.Namespace, say: Say) -> Report:
@@ -232,79 +351,6 @@ def _compare_hosts(rows: Sequence[Row]) -> None:
             by_name[name]["of_peer"] = by_name[name]["host_us"] / by_name[peer]["host_us"]
 
 
-def memory(options: argparse.Namespace, say: Say) -> Report:
-    """Peak device memory of a call beyond its inputs, beside the formula and the logits."""
-    base = _base(options, workloads.MEMORY)
-    base = replace(base, causal=options.causal == "causal")
-    lengths = workloads.MEMORY_LENGTHS_QUICK if options.quick else workloads.MEMORY_LENGTHS
-    shapes = [replace(base, num_queries=n, num_keys=n) for n in lengths]
-    if _is_custom(options):
-        shapes = [base]
-    elif not options.quick:
-        shapes.append(workloads.LONGEST)
-    names = _peers(options, ("triton", "chunked", "eager"))
-    rows: list[Row] = []
-    for shape in shapes:
-        case = Case(shape)
-        directions = {
-            "forward": [ours.forward_entry(case), *peers.forward_entries(names, case)],
-            "backward": [
-                *(ours.backward_entry(case, strategy) for strategy in ("separate", "fused")),
-                *peers.backward_entries(names, case),
-            ],
-        }
-        if shape == workloads.LONGEST:
-            directions = {"forward": [ours.forward_entry(case)]}
-        formulas = {
-            "ours": lambda case=case: _forward_formula(case),
-            "ours, separate": lambda case=case: _backward_formula(case, "separate"),
-            "ours, fused": lambda case=case: _backward_formula(case, "fused"),
-        }
-        for direction, entries in directions.items():
-            for entry in entries:
-                say(f"{case.workload.name}: {direction}, {entry.name}")
-                row = {
-                    "case": f"{shape.num_queries} x {shape.num_keys}",
-                    "workload": case.workload.name,
-                    "direction": direction,
-                    **_memory_of(case, entry, direction),
-                    "logits_bytes": case.workload.logits_bytes,
-                }
-                if row["status"] == "ok" and entry.name in formulas:
-                    row["formula_bytes"] = formulas[entry.name]()
-                    share = row["formula_bytes"] / row["extra_bytes"] if row["extra_bytes"] else 1.0
-                    bars.put(row, bars.judged("formula / extra", 1.0, share))
-                rows.append(row)
-        del case, directions, formulas, entries, entry  # all of them hold the inputs
-    return Report(
-        name="memory",
-        title=(
-            f"Peak device memory beyond the inputs, BH = {base.heads}, d1 = {base.head_dim1}, "
-            f"d2 = {base.head_dim2}, {base.dtype}"
-        ),
-        columns=(
-            Column("case", "N_Q x N_K"),
-            Column("direction", "direction"),
-            Column("contender", "call"),
-            Column("status", "status"),
-            Column("extra_bytes", "extra (bytes)", ",d"),
-            Column("formula_bytes", "formula (bytes)", ",d"),
-            Column("bytes_per_row", "bytes a row", ",.1f"),
-            Column("logits_bytes", "both logit matrices", ",d"),
-            _BARS,
-            _DETAIL,
-        ),
-        rows=rows,
-        notes=[
-            "Extra: peak of the bytes asked of PyTorch's allocator, less those before the call; "
-            "for a backward also less the gradients.",
-            "Formula: forward 20 bytes a query row and the workspace of the plan; backward the "
-            "workspace of the plan.",
-            *(["524288 x 524288: BH = 8, causal."] if workloads.LONGEST in shapes else []),
-        ],
-    )
-
-
 _SHAPE_OPTIONS = ("bh", "n", "nq", "nk", "d", "d1", "d2", "dtype", "setting")
 
 
@@ -358,8 +404,13 @@ def _specs(
     return tuple(
         replace(
             spec,
-            peers=options.peers,
-            bars=tuple(bar for bar in spec.bars if set(bar.against) & set(options.peers)),
+            # Where calls take long, nobody takes part who does not by default.
+            peers=tuple(name for name in options.peers if spec.calls is None or name in spec.peers),
+            bars=tuple(
+                bar
+                for bar in spec.bars
+                if any(name.startswith((*options.peers, cases.AUTO)) for name in bar.against)
+            ),
         )
         for spec in chosen
     )
@@ -389,26 +440,53 @@ def _forward_entries(case: Case, spec: Spec) -> list[Entry]:
     return entries
 
 
-def _strategy(entry: str) -> str:
-    return {cases.AUTO: "auto", cases.FUSED: "fused", cases.SEPARATE: "separate"}[entry]
+def _backward_entries(case: Case, spec: Spec) -> list[Entry]:
+    makers: dict[str, Callable[[], Entry]] = {
+        cases.AUTO: lambda: ours.backward_entry(case, "auto"),
+        cases.FUSED: lambda: ours.backward_entry(case, "fused"),
+        cases.SEPARATE: lambda: ours.backward_entry(case, "separate"),
+        cases.PORTABLE_FUSED: lambda: ours.portable_backward_entry(case, "fused"),
+        cases.PORTABLE_SEPARATE: lambda: ours.portable_backward_entry(case, "separate"),
+        cases.DETERMINISTIC: lambda: ours.deterministic_backward_entry(case),
+    }
+    return [makers[name]() for name in spec.ours]
 
 
 def _timed(
-    spec: Spec, entries: Sequence[Entry], options: argparse.Namespace, say: Say
+    spec: Spec,
+    entries: Sequence[Entry],
+    options: argparse.Namespace,
+    say: Say,
+    *,
+    case: Case,
+    direction: str = "forward",
 ) -> list[Row]:
     names = tuple(entry.name for entry in entries)
-    rows = run_case(
-        spec.label,
-        entries,
-        event_stopwatch(flush_l2=options.flush_l2),
-        rounds=options.rounds or (not options.quick and spec.rounds) or _rounds(options),
-        budget_ms=BUDGET_MS,
-        yardstick=spec.yardstick or None,
-        to_reach=[_expanded(bar, names) for bar in spec.bars],
-        say=say,
-    )
+    stopwatch = event_stopwatch(flush_l2=options.flush_l2)
+    if spec.calls is not None:
+        shapes = case.output_shapes(direction)
+        rows = run_brief(spec.label, entries, stopwatch, shapes, calls=spec.calls, say=say)
+    else:
+        rows = run_case(
+            spec.label,
+            entries,
+            stopwatch,
+            rounds=options.rounds or (not options.quick and spec.rounds) or _rounds(options),
+            budget_ms=BUDGET_MS,
+            yardstick=spec.yardstick or None,
+            to_reach=[_expanded(bar, names) for bar in spec.bars],
+            say=say,
+        )
     torch.cuda.empty_cache()
-    about = {"workload": spec.workload.name, "headline": spec.headline}
+    workload = spec.workload
+    about = {
+        "workload": workload.name,
+        "direction": direction,
+        "setting": workload.setting,
+        "length": workload.num_keys,
+        "mask": "causal" if workload.causal else "full",
+        "headline": spec.headline,
+    }
     return [{**about, **row} for row in rows]
 
 
@@ -459,7 +537,7 @@ def _all_four(spec: Spec, options: argparse.Namespace, say: Say) -> list[Row]:
     entries = [*sides, ours.both_sides_entry(both)]
     bar = Bar(entries[2].name, (sides[0].name, sides[1].name), "the two sides", is_sum=True)
     four = replace(spec, label="all four gradients", bars=(bar,), yardstick="", headline=False)
-    return _timed(four, entries, options, say)
+    return _timed(four, entries, options, say, case=both[0], direction="backward")
 
 
 def _shape(workload: Workload) -> str:
@@ -529,40 +607,15 @@ def _bmm_contender(case: Case) -> Contender:
     )
 
 
-def _forward_formula(case: Case) -> int:
-    """kl, both lse and both low parts of every row, and the workspace."""
-    rows: int = 5 * STATISTIC_BYTES * case.workload.num_rows
-    workspace: int = ours.forward_plan(case).workspace_bytes
-    return rows + workspace
-
-
-def _backward_formula(case: Case, strategy: str) -> int:
-    workspace: int = ours.backward_plan(case, strategy, strategy == "separate").workspace_bytes
-    return workspace
-
-
-def _memory_of(case: Case, entry: Entry, direction: str) -> Row:
-    """The row of one entry: its peak if its result was right."""
-    row, contender = admit(entry)
-    if contender is None:
-        return row
-    requested = "requested_bytes.all"
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_stats()[f"{requested}.current"]
-    outputs = contender.call()
-    torch.cuda.synchronize()
-    extra = torch.cuda.memory_stats()[f"{requested}.peak"] - before
-    if direction == "backward":
-        extra -= outputs_bytes(outputs)
-    return row | {"extra_bytes": extra, "bytes_per_row": extra / case.workload.num_rows}
-
-
 COMMANDS = {
     "forward": forward,
     "backward": backward,
     "small-q": small_q,
     "tune": tune,
     "overhead": overhead,
-    "memory": memory,
+    "memory": measure_memory,
+    "lengths": lengths,
+    "peers": all_peers,
+    "ablation": ablation,
+    "accuracy": measure_accuracy,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -39,7 +40,11 @@ def gradients_of(workload: Workload) -> tuple[str, str]:
     return ("q2", "k2") if workload.setting == 1 else ("q1", "k1")
 
 
-def compile_ahead(workloads: Iterable[Workload], strategies: Iterable[str]) -> None:
+def compile_ahead(
+    workloads: Iterable[Workload],
+    strategies: Iterable[str],
+    overrides: Iterable[Overrides] = ({},),
+) -> None:
     """Compile what the plans of workloads need, many kernels at a time.
 
     Parameters
@@ -48,14 +53,17 @@ def compile_ahead(workloads: Iterable[Workload], strategies: Iterable[str]) -> N
         The problems.
     strategies
         Of the backward; none for the forward alone.
+    overrides
+        Of the plan: the kernels under each are compiled.
     """
     facts = launch.device_facts(torch.cuda.current_device())
     strategies = tuple(strategies)
     plans: list[tune.Plan] = []
-    for workload in workloads:
+    for workload, changes in itertools.product(tuple(workloads), tuple(overrides)):
         described, wrt = problem_of(workload), gradients_of(workload)
-        plans.append(plan.forward(described, facts))
-        plans += (plan.backward(described, facts, wrt, strategy=one) for one in strategies)
+        with plan.override(**changes):
+            plans.append(plan.forward(described, facts))
+            plans += (plan.backward(described, facts, wrt, strategy=one) for one in strategies)
     tune.compile_kernels(tune.kernels_of(plans), facts.arch)
 
 
@@ -96,6 +104,25 @@ def kernel_names(chosen: Any) -> str:
     helpers = ("backward_prepare", "backward_finish", "reduce_splits")
     names = dict.fromkeys(kernel.kernel for kernel in chosen.kernels)
     return " + ".join(name for name in names if name not in helpers)
+
+
+def portable_backward_entry(case: Case, strategy: str) -> Entry:
+    """The portable kernels of a strategy."""
+    kernel = "backward_fused_sm80" if strategy == "fused" else "backward_dq_sm80"
+    return backward_entry(
+        case,
+        strategy,
+        name=f"ours, portable, {strategy}",
+        label=", portable",
+        overrides={"backward_kernel": kernel},
+    )
+
+
+def deterministic_backward_entry(case: Case) -> Entry:
+    """What the plan chooses where the last bits must be the same in every run."""
+    return backward_entry(
+        case, "auto", deterministic=True, name="ours, deterministic", label=", deterministic"
+    )
 
 
 def portable_forward_entry(case: Case) -> Entry:
@@ -181,8 +208,8 @@ def forward_entry(case: Case, *, label: str = "", overrides: Overrides | None = 
 
 
 def backward_call(case: Case, strategy: str, deterministic: bool) -> Callable[[], Outputs]:
-    """The backward from a state that is computed once, here."""
-    state = forward_state(case)
+    """The backward from the state of the case, or from one that is computed once, here."""
+    state = forward_state(case) if case.state is None else case.state
 
     def call() -> Outputs:
         gradients = skl.attention_kl_backward(
@@ -199,16 +226,34 @@ def backward_call(case: Case, strategy: str, deterministic: bool) -> Callable[[]
     return call
 
 
-def backward_entry(case: Case, strategy: str, *, label: str = "") -> Entry:
+def backward_entry(
+    case: Case,
+    strategy: str,
+    *,
+    label: str = "",
+    name: str | None = None,
+    deterministic: bool | None = None,
+    overrides: Overrides | None = None,
+) -> Entry:
     """The backward by ``"separate"`` kernels (the deterministic pair), by the ``"fused"`` one, or
-    ``"auto"``."""
-    deterministic = strategy == "separate"
+    ``"auto"``; under ``plan.override(**overrides)`` where there are any."""
+    is_deterministic = strategy == "separate" if deterministic is None else deterministic
+
+    def context() -> AbstractContextManager[Any]:
+        return plan.override(**overrides) if overrides else nullcontext()
 
     def make() -> Contender:
-        chosen = backward_plan(case, strategy, deterministic)
+        with context():
+            chosen = backward_plan(case, strategy, is_deterministic)
+        whatever = backward_call(case, strategy, is_deterministic)
+
+        def call() -> Outputs:
+            with context():
+                return whatever()
+
         return Contender(
             name=kernel_names(chosen) + label,
-            call=backward_call(case, strategy, deterministic),
+            call=call,
             check=case.check_backward,
             tolerances=case.tolerances_backward,
             work=case.backward_work,
@@ -216,7 +261,9 @@ def backward_entry(case: Case, strategy: str, *, label: str = "") -> Entry:
             ours=True,
         )
 
-    return Entry(f"ours{label}" if strategy == "auto" else f"ours, {strategy}", make, ours=True)
+    if name is None:
+        name = f"ours{label}" if strategy == "auto" else f"ours, {strategy}"
+    return Entry(name, make, ours=True)
 
 
 def both_sides_entry(cases: tuple[Case, Case]) -> Entry:

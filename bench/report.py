@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.metadata
 import json
 import platform
@@ -27,6 +28,7 @@ _DISTRIBUTIONS = {
     "torch": ("torch",),
     "triton": ("triton",),
     "jax": ("jax",),
+    "fla": ("fla-core",),
 }
 _MAX_TEXT_WIDTH = 60
 _CARD_FIELDS = ("name", "driver_version", "memory.total", "power.limit", "clocks.max.sm")
@@ -95,13 +97,31 @@ class Report:
         )
 
     def write(self, directory: Path = RESULTS) -> Path:
-        """Write ``<name>.json`` and, for the reader, ``<name>.md``; returns the former's path."""
+        """Write ``<name>.json``, its rows as ``<name>.csv`` and, for the reader, ``<name>.md``.
+
+        Returns
+        -------
+        Path
+            Of the JSON file.
+        """
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"{self.name}.json"
         content = {"schema": SCHEMA, **asdict(self)}
         path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         path.with_suffix(".md").write_text(self.markdown(), encoding="utf-8")
+        self._write_csv(path.with_suffix(".csv"))
         return path
+
+    def _write_csv(self, path: Path) -> None:
+        """What the rows hold, lists and tables among it left out; a column a key."""
+        plain = [
+            {k: v for k, v in row.items() if not isinstance(v, (list, dict))} for row in self.rows
+        ]
+        keys = dict.fromkeys(key for row in plain for key in row)
+        with path.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, tuple(keys), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(plain)
 
     @classmethod
     def read(cls, path: Path) -> Report:

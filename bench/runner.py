@@ -19,6 +19,7 @@ from .contender import Contender, Entry, Errors, Outputs, SkipError
 from .report import Row
 
 Say = Callable[[str], None]
+Shapes = Sequence[tuple[Sequence[int], torch.dtype]]
 
 
 def run_case(
@@ -87,19 +88,78 @@ def run_case(
     return list(rows.values())
 
 
-def admit(entry: Entry) -> tuple[Row, Contender | None]:
+def run_brief(
+    label: str,
+    entries: Sequence[Entry],
+    stopwatch: Stopwatch,
+    shapes: Shapes,
+    *,
+    calls: int,
+    say: Say = lambda text: None,
+) -> list[Row]:
+    """Check and time entries whose calls take seconds: no round, no rehearsal.
+
+    Parameters
+    ----------
+    label, entries, stopwatch, say
+        As in `run_case`.
+    shapes
+        Of their outputs, which are poisoned before the first call.
+    calls
+        How often each is called; every call is timed, and the outputs of the last are checked.
+
+    Returns
+    -------
+    list of dict
+        A row an entry, as those of `run_case`.
+    """
+    rows = []
+    for entry in entries:
+        say(f"{label}: checking and timing {entry.name}")
+        times: list[float] = []
+
+        def watched(contender: Contender, times: list[float] = times) -> Outputs:
+            outputs: list[Outputs] = []
+            poison(shapes)
+            for _ in range(calls):
+                times.append(stopwatch(lambda: outputs.append(contender.call()), 1))
+                del outputs[:-1]
+            return outputs[-1]
+
+        row, contender = admit(entry, watched)
+        if contender is not None:
+            row.update(_figures(contender, Timing(tuple(times), 1)))
+        rows.append({"case": label, **row})
+    return rows
+
+
+def after_poison(contender: Contender) -> Outputs:
+    """Outputs of a second call, into memory that was poisoned after the first.
+
+    An output that is not written does then not pass on what an earlier kernel left there.
+    """
+    shapes = [(x.shape, x.dtype) for x in contender.call()]
+    poison(shapes)
+    return contender.call()
+
+
+def admit(
+    entry: Entry, outputs_of: Callable[[Contender], Outputs] = after_poison
+) -> tuple[Row, Contender | None]:
     """The first part of a row, and the contender if its result is right.
 
-    Everything it writes is poisoned with NaN before the result that is checked, so that an output
-    that is not written does not pass on what an earlier kernel left there.
+    Parameters
+    ----------
+    entry
+        Who is to take part.
+    outputs_of
+        Calls a contender and returns the outputs that are checked.
     """
     row: Row = {"contender": entry.name, "entry": entry.name, "ours": entry.ours}
     try:
         contender = entry.make()
         row["contender"] = contender.name
-        shapes = [(x.shape, x.dtype) for x in contender.call()]
-        poison(shapes)
-        errors = contender.check(contender.call())
+        errors = contender.check(outputs_of(contender))
     except SkipError as error:
         return row | {"status": "skipped", "detail": str(error)}, None
     except torch.OutOfMemoryError:
@@ -109,7 +169,7 @@ def admit(entry: Entry) -> tuple[Row, Contender | None]:
         traceback.print_exc(file=sys.stderr)
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         return row | {"status": "failed", "detail": text[:200]}, None
-    row |= {"detail": contender.detail(), "errors": _plain(errors), "error": _worst(errors)}
+    row |= {"detail": contender.detail(), "errors": plain(errors), "error": _worst(errors)}
     if not is_right(errors, contender.tolerances):
         return row | {"status": "wrong"}, None
     return row | {"status": "ok"}, contender
@@ -120,7 +180,7 @@ def is_right(errors: Errors, tolerances: Errors) -> bool:
     return bool(errors) and all(error < tolerances[name] for name, error in errors.items())
 
 
-def poison(shapes: Sequence[tuple[Sequence[int], torch.dtype]]) -> None:
+def poison(shapes: Shapes) -> None:
     """Fill with NaN the memory that the next outputs of these shapes are likely to get."""
     if not torch.cuda.is_available():
         return
@@ -160,6 +220,6 @@ def _worst(errors: Errors) -> float | None:
     return max(values) if values and all(map(math.isfinite, values)) else None
 
 
-def _plain(errors: Errors) -> dict[str, float | str]:
+def plain(errors: Errors) -> dict[str, float | str]:
     """The errors with words for what JSON has no number for."""
     return {k: v if math.isfinite(v) else str(v) for k, v in errors.items()}

@@ -194,7 +194,8 @@ def shrunk(workload: Workload) -> Workload:
 SQUARE = Workload(32, 16384, 16384, 128, 128)
 SMALL_Q = Workload(16, 1, 131072, 128, 128)
 OVERHEAD = Workload(4, 128, 128, 64, 64)
-MEMORY = Workload(32, 16384, 16384, 128, 128)
-MEMORY_LENGTHS = (1024, 4096, 16384)
-MEMORY_LENGTHS_QUICK = (1024, 2048)
+MEMORY = Workload(16, 16384, 16384, 128, 128)
+LENGTHS = Workload(16, 4096, 4096, 128, 128)
+# Where calls take seconds.
+LONG = 131072
 LONGEST = Workload(8, 524288, 524288, 128, 128, causal=True)

@@ -258,6 +258,9 @@ class Line:
         The largest error allowed: ``2 * baseline + floor``.
     same_nonfinite
         Whether NaN and Inf stand exactly where the float64 reference has them.
+    size
+        Root mean square of the float64 reference: times `error` it is the absolute error, which is
+        what counts where two sides are near each other and kl is next to nothing.
     """
 
     name: str
@@ -265,6 +268,7 @@ class Line:
     baseline: float
     limit: float
     same_nonfinite: bool
+    size: float
 
     @property
     def passes(self) -> bool:
@@ -353,8 +357,15 @@ def measure(
         bad = nonfinite_rows(name, ref)
         same = bool(np.array_equal(nonfinite_rows(name, x), bad))
         our_error, base_error = error(x[~bad], ref[~bad]), error(base[~bad], ref[~bad])
-        lines.append(Line(name, our_error, base_error, limit(name, base_error), same))
+        allowed, size = limit(name, base_error), _root_mean_square(ref)
+        lines.append(Line(name, our_error, base_error, allowed, same, size))
     return Report(tuple(lines), dict(zip(names, ours, strict=True)))
+
+
+def _root_mean_square(x: Array) -> float:
+    """Of the finite elements."""
+    finite = np.asarray(x, np.float64)[np.isfinite(x)]
+    return float(np.linalg.norm(finite)) / math.sqrt(max(1, finite.size))
 
 
 def random_problem(

@@ -268,7 +268,8 @@ def _show_audit(payload: Payload, console: Console) -> None:
     )
     _show_lines(payload["outputs"], "Errors against float64", console)
     console.print(
-        "\nAllowed: twice the error of the textbook float32 formula, plus a floor of 1e-6 for kl "
+        "\nSize: root mean square in float64; an error is relative to it, absolute where it is 0. "
+        "Allowed: twice the error of the textbook float32 formula, plus a floor of 1e-6 for kl "
         "and lse, 1e-5 for gradients. "
         + ("The rule holds." if payload["passes"] else "[bold red]The rule is broken.[/]"),
         highlight=False,
@@ -666,7 +667,7 @@ def _lines(report: audit.Report) -> list[Payload]:
 def _show_lines(lines: list[Payload], title: str, console: Console) -> None:
     table = Table(title=title)
     table.add_column("output")
-    for column in ("error", "textbook float32", "allowed"):
+    for column in ("size", "error", "textbook float32", "allowed"):
         table.add_column(column, justify="right")
     table.add_column("")
     for line in lines:
@@ -674,7 +675,7 @@ def _show_lines(lines: list[Payload], title: str, console: Console) -> None:
             verdict = "[bold red]NaN or Inf in other places than float64[/]"
         else:
             verdict = "ok" if line["passes"] else "[bold red]too large[/]"
-        numbers = (f"{line[name]:.1e}" for name in ("error", "baseline", "limit"))
+        numbers = (f"{line[name]:.1e}" for name in ("size", "error", "baseline", "limit"))
         table.add_row(line["name"], *numbers, verdict)
     console.print(table)
 

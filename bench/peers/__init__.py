@@ -17,6 +17,7 @@ from ..contender import Contender, Entry, SkipError
 # Name of a peer: the module of this package that holds it, and the library it needs.
 _MODULES = {
     "triton": ("triton_peer", "triton"),
+    "fla": ("fla_peer", "fla"),
     "eager": ("torch_peers", "torch"),
     "compile": ("torch_peers", "torch"),
     "chunked": ("torch_peers", "torch"),
@@ -28,6 +29,10 @@ _MODULES = {
     "read": ("yardsticks", "torch"),
 }
 PEERS = tuple(_MODULES)
+# Begin the names of rows that do not compute the KL divergence: softmax attention, which a rate may
+# be compared with, and ceilings, which nothing passes.
+ATTENTION = {"cudnn": "cuDNN attention", "flash": "FlashAttention-2"}
+CEILINGS = ("cuBLAS", "copy", "read only")
 
 
 def load(name: str) -> ModuleType:

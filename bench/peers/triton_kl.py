@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.errors import OutOfResources
 
 from ..contender import SkipError
 
@@ -383,7 +384,7 @@ def _tuned(key: tuple[object, ...], configs: Sequence[Config], launch: Launch) -
                     rep=40,
                     return_mode="median",
                 )
-            except triton.runtime.errors.OutOfResources:
+            except OutOfResources:
                 continue
         if not times:
             raise SkipError(f"no tile of {key[0]} fits this card at these head dims")
@@ -416,6 +417,7 @@ def forward(
     scale1: float,
     scale2: float,
     config: Config | None = None,
+    only_compile: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """KL(P1 || P2) of every query row, and both log-sum-exps.
 
@@ -430,6 +432,8 @@ def forward(
     config
         Tiles to use; the default tunes over a short list at the first call of a shape (lengths
         beyond 16384 count as that).
+    only_compile
+        With tiles given: compile and compute nothing.
 
     Returns
     -------
@@ -449,7 +453,7 @@ def forward(
     if config is None:
         key = ("forward", *_tuning_shape(q1, k1, q2), q1.dtype, causal)
         config = _tuned(key, SMALL_Q_CONFIGS if num_queries <= 16 else FORWARD_CONFIGS, launch)
-    launch(config, False)
+    launch(config, only_compile)
     return kl, lse1, lse2
 
 
@@ -530,6 +534,7 @@ def backward(
     scale1: float,
     scale2: float,
     configs: tuple[Config, Config] | None = None,
+    only_compile: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dQ and dK of the trained side.
 
@@ -549,6 +554,8 @@ def backward(
         As in :func:`forward`.
     configs
         Tiles of the dQ and of the dK kernel (the fused kernel takes the second); the default tunes.
+    only_compile
+        With tiles given: compile and compute nothing.
 
     Returns
     -------
@@ -598,6 +605,6 @@ def backward(
     if fused:
         dq.zero_()
     else:
-        launch_dq(dq_config, False)
-    launch_dk(dk_config, False)
+        launch_dq(dq_config, only_compile)
+    launch_dk(dk_config, only_compile)
     return dq.to(q_t.dtype), dk

@@ -9,7 +9,7 @@ from ..contender import Contender, Outputs, SkipError
 from . import triton_kl
 
 
-def _require(case: Case) -> None:
+def require(case: Case) -> None:
     """Raise `SkipError` for what the kernels do not do."""
     if case.workload.group > 1:
         raise SkipError("shared keys")
@@ -27,7 +27,7 @@ def _tiles(*kernels: str) -> str:
 
 def forward(name: str, case: Case) -> Contender:
     """The forward, tuned over its list of tiles."""
-    _require(case)
+    require(case)
     options = _options(case)
     return Contender(
         name=name,
@@ -50,7 +50,7 @@ def backward_fused(name: str, case: Case) -> Contender:
 
 
 def _backward(name: str, case: Case, *, fused: bool) -> Contender:
-    _require(case)
+    require(case)
     options = _options(case)
     # Its own forward supplies the row statistics; that one need not be tuned.
     state = triton_kl.forward(*case.inputs, **options, config=triton_kl.FORWARD_CONFIGS[-2])

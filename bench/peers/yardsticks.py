@@ -12,11 +12,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..case import GRADIENT_TOLERANCES, Case
 from ..contender import Contender, Errors, Outputs, SkipError, Work
+from . import ATTENTION
 
 MATMUL_SIZE = 8192
 COPY_BYTES = 1 << 31
 _BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
-_TITLES = {"cudnn": "cuDNN attention", "flash": "FlashAttention-2"}
 
 
 def forward(name: str, case: Case) -> Contender:
@@ -124,7 +124,7 @@ def _attention_forward(name: str, case: Case) -> Contender:
         return {"o": _relative(ours, torch.stack(reference))}
 
     return Contender(
-        name=_TITLES[name],
+        name=ATTENTION[name],
         call=lambda: (_attend(name, case, inputs),),
         check=check,
         tolerances={"o": 1e-2},
@@ -153,7 +153,7 @@ def _attention_backward(name: str, case: Case) -> Contender:
         return {"dq": _relative(ours, torch.stack(references))}
 
     return Contender(
-        name=_TITLES[name],
+        name=ATTENTION[name],
         call=call,
         check=check,
         tolerances={"dq": GRADIENT_TOLERANCES[case.workload.dtype]},

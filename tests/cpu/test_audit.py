@@ -191,6 +191,19 @@ class TestMeasure:
         ]
         assert all(line.baseline > 0 for line in report.lines)
 
+    def test_the_size_is_that_of_the_reference_where_it_is_finite(self) -> None:
+        arrays = problem(num_queries=40, num_keys=17)
+        lines = {line.name: line for line in audit.measure(**arrays, causal=True).lines}
+        dkl = arrays.pop("dkl")
+        state = reference.attention_kl(**arrays, causal=True, return_state=True)
+        seeing = np.isfinite(state.lse1)
+        assert not seeing.all()
+        for name, x in (("kl", state.kl), ("lse1", state.lse1[seeing])):
+            assert lines[name].size == pytest.approx(math.sqrt(np.mean(np.square(x))))
+        arrays["q2"], arrays["k2"] = arrays["q1"], arrays["k1"]
+        equal = audit.measure(**arrays, dkl=dkl).lines[0]
+        assert (equal.size, equal.error) == (0.0, 0.0)
+
     @pytest.mark.parametrize("wrong", ["dq1", "dk1", "dq2", "dk2"])
     def test_sees_a_wrong_gradient(self, monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
         right = api.attention_kl_backward

@@ -167,6 +167,15 @@ def test_a_report_of_another_schema_is_refused(tmp_path):
         report.Report.read(path)
 
 
+def test_the_rows_are_a_csv_too(tmp_path):
+    path = _report().write(tmp_path)
+    assert path.with_suffix(".csv").read_text().splitlines() == [
+        "contender,status,ours,rate",
+        "forward_sm80,ok,True,123.456",
+        "a|b,wrong,False,",
+    ]
+
+
 def test_markdown(tmp_path):
     path = _report().write(tmp_path)
     assert path.with_suffix(".md").read_text().splitlines() == [
@@ -300,6 +309,11 @@ COMMANDS = {
     "small-q": cases.small_q(),
     "tune forward": cases.tune_forward(),
     "tune backward": cases.tune_backward(),
+    "lengths": cases.lengths(),
+    "ablation": cases.ablation_forward(),
+    "ablation backward": cases.ablation_backward(),
+    "memory": cases.memory(),
+    "peers backward": cases.peers(),
 }
 
 
@@ -315,7 +329,7 @@ def entries_of(spec, is_backward):
 def test_cases_hold_together(command):
     specs = COMMANDS[command]
     assert len({spec.label for spec in specs}) == len(specs)
-    assert len({spec.workload for spec in specs}) >= len(specs) - 1
+    assert len({(spec.workload, spec.ours) for spec in specs}) >= len(specs) - 1
     for spec in specs:
         names = entries_of(spec, "backward" in command)
         assert not spec.yardstick or spec.yardstick in names
@@ -381,6 +395,61 @@ def test_the_bars_of_few_queries():
     assert grouped.forward_bytes - alone.forward_bytes == (128 - 16) * (256 * 2 + 12)
 
 
+def test_lengths_go_to_512k_tokens_and_the_longest_are_brief():
+    specs = COMMANDS["lengths"]
+    assert [spec.workload.num_keys for spec in specs[::2]] == [4096 << n for n in range(8)]
+    assert [spec.workload.causal for spec in specs] == [False, True] * 8
+    assert [spec.calls for spec in specs[::2]] == [None] * 5 + [2, 2, 1]
+    assert [bool(spec.peers) for spec in specs[::2]] == [True] * 6 + [False] * 2
+
+
+def test_memory_is_measured_to_512k_tokens():
+    specs = COMMANDS["memory"]
+    longest = [spec for spec in specs if spec.workload.num_keys == 524288]
+    assert [spec.ours for spec in longest] == [(cases.AUTO, cases.SEPARATE, cases.FUSED), ()]
+    # Each peer comes to a length that cannot fit: both logit matrices are larger than any card.
+    last = {peer: spec.workload for spec in specs for peer in spec.peers}
+    assert min(last[peer].logits_bytes for peer in ("eager", "compile", "chunked")) > 2**38
+
+
+def test_the_ablation_names_every_pair():
+    specs = (*COMMANDS["ablation"], *COMMANDS["ablation backward"])
+    pairs = {(bar.entry, *bar.against) for spec in specs for bar in spec.bars}
+    assert pairs == {
+        (cases.AUTO, cases.WHOLE),
+        (cases.AUTO, cases.PORTABLE),
+        (cases.FUSED, cases.SEPARATE),
+        (cases.FUSED, cases.PORTABLE_FUSED),
+        (cases.SEPARATE, cases.PORTABLE_SEPARATE),
+        (cases.DETERMINISTIC, cases.AUTO),
+    }
+    assert all(bar.least is None for spec in specs for bar in spec.bars)
+
+
+def test_the_cells_of_the_table_of_accuracy():
+    cells = cases.accuracy()
+    assert len(set(cells)) == len({cell.label for cell in cells}) == len(cells)
+    logits = [cell for cell in cells if cell.kind == "logits"]
+    assert {cell.logit_scale for cell in logits} == {1, 10, 100, 1000}
+    assert {(cell.dtype, cell.head_dim) for cell in logits} == set(
+        itertools.product(("bfloat16", "float16"), (64, 128, 256))
+    )
+    near = [cell.kl for cell in cells if cell.kind == "near" and cell.headline]
+    assert near == pytest.approx([10**-power for power in range(2, 9)])
+    quick = cases.quick_cells(cells)
+    assert {cell.kind for cell in quick} == {"logits", "near", "equal"}
+    assert len(quick) < len(cells) / 2
+    assert {cell.length for cell in quick} == {256}
+
+
+def test_small_problems_that_are_the_same_are_one():
+    quick = cases.quick(cases.lengths())
+    assert len(quick) < 8
+    assert {(spec.workload.causal, spec.calls is None) for spec in quick} == set(
+        itertools.product((False, True), repeat=2)
+    )
+
+
 def test_shared_keys_need_a_divisor():
     with pytest.raises(ValueError, match="group: expected a divisor of the 32 heads, got 5"):
         replace(SQUARE, group=5)
@@ -404,21 +473,22 @@ def test_only_busy_samples_of_the_card_count():
 
 
 def test_a_peer_whose_library_is_missing_is_skipped_by_name(monkeypatch):
-    monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(SkipError, match="triton is not installed"):
-        peers.load("triton")
-    for entries in (
-        peers.forward_entries(["triton"], None),
-        peers.backward_entries(["triton"], None),
-    ):
-        assert all(entry.name.startswith("triton") for entry in entries)
-        with pytest.raises(SkipError, match="triton is not installed"):
-            entries[0].make()
+    for name in ("triton", "fla"):
+        monkeypatch.setitem(sys.modules, name, None)
+        with pytest.raises(SkipError, match=f"{name} is not installed"):
+            peers.load(name)
+        for entries in (
+            peers.forward_entries([name], None),
+            peers.backward_entries([name], None),
+        ):
+            assert all(entry.name.startswith(name) for entry in entries)
+            with pytest.raises(SkipError, match=f"{name} is not installed"):
+                entries[0].make()
 
 
 def test_an_unknown_peer_is_refused():
-    with pytest.raises(ValueError, match=r"expected names out of .*triton.*, got 'fla'"):
-        peers.load("fla")
+    with pytest.raises(ValueError, match=r"expected names out of .*triton.*, got 'tea'"):
+        peers.load("tea")
 
 
 # Command line.
@@ -433,9 +503,10 @@ def test_without_a_card_the_command_says_so(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["forward", "--peers", "triton,fla"], "got 'fla'"),
+        (["forward", "--peers", "triton,tea"], "got 'tea'"),
         (["forward", "--n", "0"], "expected a whole number from 1 up, got '0'"),
-        (["memory", "--causal", "both"], "invalid choice: 'both'"),
+        (["overhead", "--causal", "both"], "invalid choice: 'both'"),
+        (["accuracy", "--n", "64"], "unrecognized arguments"),
         (["tune", "sideways"], "invalid choice: 'sideways'"),
     ],
 )
@@ -836,6 +907,20 @@ def test_options_choose_among_the_cases(torch):
     alone = _chosen("forward", "--peers", "cudnn")
     assert {spec.peers for spec in alone} == {("cudnn",)}
     assert {bar.title for spec in alone for bar in spec.bars} == {"cuDNN attention"}
+    from bench import commands
+
+    options = _options("backward", "--peers", "triton")
+    chosen = commands._specs(options, cases.backward(), SQUARE, (), (), "")
+    assert {bar.title for spec in chosen for bar in spec.bars} == {"Triton"}
+    options = _options("lengths", "--peers", "triton,eager")
+    lengths = commands._specs(options, cases.lengths(), SQUARE, (), (), "")
+    assert [spec.peers for spec in lengths[::2]] == [
+        *[("triton", "eager")] * 5,
+        *[("triton",), (), ()],
+    ]
+    options = _options("ablation", "--peers", "none")
+    own = commands._specs(options, cases.ablation_backward(), SQUARE, (), (), "")
+    assert [spec.bars for spec in own] == [spec.bars for spec in cases.ablation_backward()]
 
 
 def test_problems_with_two_head_dims_are_held_against_square_ones(torch):
@@ -919,3 +1004,466 @@ def test_overhead_jax_says_what_is_missing(monkeypatch, capsys):
     monkeypatch.setattr(jax_overhead, "missing", lambda: "JAX is not installed")
     assert command_line.main(["overhead-jax"]) == 2
     assert "nothing can be measured here: JAX is not installed" in capsys.readouterr().err
+
+
+def test_confirmed_statistics_give_the_same_reference_of_dk(torch):
+    from bench.case import Case
+    from streamkl_cupy import reference
+
+    for name in ("causal", "setting 2", "shared keys", "setting 2, rows without keys"):
+        case = Case(CASES[name], "cpu")
+        arrays = [x.double().numpy() for x in case.inputs]
+        causal = case.workload.causal
+        state = reference.attention_kl(*arrays, causal=causal, return_state=True)
+        whole = case._backward_reference
+        tensors = state._replace(**{n: torch.from_numpy(x) for n, x in state._asdict().items()})
+        _, dk = case.changed(state=tensors)._backward_reference
+        torch.testing.assert_close(dk, whole[1], rtol=1e-10, atol=1e-12)
+    wrong = case.changed(state=tensors._replace(lse2=tensors.lse2 + 1))._backward_reference
+    assert not torch.allclose(wrong[1], whole[1])
+
+
+def test_a_changed_case_forgets_its_reference(torch, case):
+    before = case._backward_reference[0]
+    other = case.changed(dkl=2 * case.dkl)
+    torch.testing.assert_close(other._backward_reference[0], 2 * before)
+    assert case._backward_reference[0] is before
+
+
+def test_the_shapes_of_the_outputs_are_known_before_a_call(case):
+    for direction, entries in (
+        ("forward", peers.forward_entries(["eager"], case)),
+        ("backward", peers.backward_entries(["eager"], case)),
+    ):
+        outputs = entries[0].make().call()
+        assert [(x.shape, x.dtype) for x in outputs] == list(case.output_shapes(direction))
+
+
+def test_calls_that_take_seconds_are_timed_and_checked_at_once(case):
+    from bench.runner import run_brief
+
+    asked = []
+
+    def watch(call, count):
+        asked.append(count)
+        call()
+        return 3000.0 + len(asked)
+
+    def spoiled(outputs):
+        return _with(outputs, (1, 23), 7.0)
+
+    entries = [
+        _entry(case, "right", lambda outputs: outputs),
+        _entry(case, "wrong", spoiled),
+        Entry("fails", lambda: 1 / 0),
+    ]
+    rows = run_brief("long", entries, watch, case.output_shapes("forward"), calls=2)
+    assert asked == [1] * 4
+    assert [row["status"] for row in rows] == ["ok", "wrong", "failed"]
+    assert (rows[0]["case"], rows[0]["median_ms"], rows[0]["rounds"]) == ("long", 3001.5, 2)
+    assert not {"median_ms", "rate"} & (rows[1].keys() | rows[2].keys())
+
+
+FLA = """
+import torch
+
+class FusedKLDivLoss(torch.nn.Module):
+    def forward(self, x, target_x, weight, target_weight):
+        student = (x @ weight.mT).float().log_softmax(-1)
+        teacher = (target_x @ target_weight.mT).float().log_softmax(-1)
+        return (teacher.exp() * (teacher - student)).sum(-1).mean()
+"""
+
+
+@pytest.fixture
+def fla(torch, tmp_path, monkeypatch):
+    """A library of that name with a loss that is called as the real one is."""
+    (tmp_path / "fla" / "modules").mkdir(parents=True)
+    for folder in ("fla", "fla/modules"):
+        (tmp_path / folder / "__init__.py").touch()
+    (tmp_path / "fla" / "modules" / "fused_kl_div.py").write_text(FLA)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == "fla"]:
+        del sys.modules[name]
+    sys.modules.pop("bench.peers.fla_peer", None)
+
+
+@pytest.mark.usefixtures("fla")
+def test_the_peer_of_one_mean_a_head_is_checked_as_such(torch):
+    from bench.case import Case
+    from bench.runner import is_right
+
+    case = Case(Workload(3, 20, 33, 16, 32), "cpu")
+    for make in (peers.forward_entries, peers.backward_entries):
+        (entry,) = make(["fla"], case)
+        contender = entry.make()
+        outputs = contender.call()
+        assert is_right(contender.check(outputs), contender.tolerances), entry
+        off = (outputs[0] * 1.1, *outputs[1:])
+        assert not is_right(contender.check(off), contender.tolerances)
+    for name in ("causal", "shared keys"):
+        with pytest.raises(SkipError):
+            peers.forward_entries(["fla"], Case(CASES[name], "cpu"))[0].make()
+    (entry,) = peers.backward_entries(["fla"], Case(replace(case.workload, setting=2), "cpu"))
+    with pytest.raises(SkipError, match="gradient of the first side"):
+        entry.make()
+
+
+# Accuracy.
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+def test_the_textbook_on_the_device_is_that_of_the_audit(torch, monkeypatch, dtype, scale):
+    from bench import accuracy, textbook
+    from streamkl_cupy import audit, reference
+
+    monkeypatch.setattr(textbook, "_BLOCK_ELEMENTS", 1 << 12)
+    problem = accuracy.Problem.of(cases.Cell("logits", dtype, 32, 70, scale), "cpu")
+    case = problem.cases[0]
+    arrays = [x.float().numpy().astype(audit.DTYPES[dtype]) for x in case.inputs]
+    dkl = case.dkl.numpy()
+    state = reference.attention_kl(*arrays, return_state=True)
+    inputs = ("q1", "k1", "q2", "k2")
+    exact = [*state, *reference.attention_kl_backward(dkl, *arrays, state, wrt=inputs)]
+    theirs = [*audit.baseline_forward(*arrays), *audit.baseline_backward(dkl, *arrays, wrt=inputs)]
+    ours = {kind: problem.solve(exact=kind) for kind in (True, False)}
+    assert tuple(ours[True]) == tuple(ours[False])
+    assert set(ours[True]) == set(textbook.OUTPUTS)
+    for name, reference_, baseline in zip(
+        ("kl", "lse1", "lse2", *("d" + name for name in inputs)), exact, theirs, strict=True
+    ):
+        wanted = torch.from_numpy(reference_)
+        assert textbook.error(ours[True][name], wanted) < 1e-12, name
+        here = textbook.error(ours[False][name], wanted)
+        assert here == pytest.approx(audit.error(baseline, reference_), rel=0.5, abs=1e-7), name
+        assert 0 < here < 0.1
+
+
+@pytest.mark.parametrize("scale", [1.0, 10.0, 100.0, 1000.0])
+def test_no_size_of_the_logits_leaves_the_range_of_float16(torch, scale):
+    from bench import accuracy
+
+    solution = accuracy.Problem.of(cases.Cell("logits", "float16", 64, 512, scale), "cpu").solve
+    for name, x in solution(exact=True).items():
+        assert 1e-2 < float(x.abs().max()) < 32768 or not name.startswith("d"), name
+    assert all(bool(x.isfinite().all()) for x in solution(exact=False).values())
+
+
+def test_rounding_on_the_device_is_that_of_the_audit(torch):
+    import numpy as np
+
+    from bench import textbook
+    from streamkl_cupy import audit
+
+    x = torch.randn(1000) * torch.logspace(-44, 38, 1000)
+    x[:3] = torch.tensor([math.inf, -math.inf, math.nan])
+    for dtype in ("bfloat16", "float16"):
+        ours = textbook.round_mantissa(x, getattr(torch, dtype)).numpy()
+        theirs = audit._round_mantissa(x.numpy(), np.dtype(audit.DTYPES[dtype]))
+        np.testing.assert_array_equal(ours, theirs)
+    assert textbook.round_mantissa(x, torch.float32) is x
+
+
+def test_the_error_on_the_device_is_that_of_the_audit(torch):
+    from bench import textbook
+    from streamkl_cupy import audit
+
+    for ours, reference in (
+        ([3.0, 4.5], [3.0, 4.0]),
+        ([0.0, 0.25], [0.0, 0.0]),
+        ([math.nan, 1.0], [1.0, 1.0]),
+        ([7.0, 1.5], [-math.inf, 1.0]),
+    ):
+        expected = torch.tensor(reference, dtype=torch.float64)
+        assert textbook.error(torch.tensor(ours), expected) == audit.error(ours, reference)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kl", [1e-2, 1e-5, 1e-8])
+def test_near_sides_are_as_near_as_wanted(torch, dtype, kl):
+    from bench import accuracy
+
+    problem = accuracy.Problem.of(cases.Cell("near", dtype, 64, 512, kl=kl), "cpu")
+    first, second = problem.cases
+    assert torch.equal(first.q1, first.q2)
+    assert first.k2.dtype == first.k1.dtype
+    found = float(problem.solve(exact=True)["kl"].mean())
+    # A few dozen elements move for the nearest, and the largest of them count most.
+    assert kl / 3 < found < 3 * kl
+    assert (second.workload.setting, second.k2 is first.k2) == (2, True)
+
+
+def _solved_by_the_reference(problem, strategy):
+    return problem.solve(exact=True), strategy
+
+
+def test_the_table_of_accuracy(torch, monkeypatch):
+    from bench import accuracy
+
+    monkeypatch.setattr(accuracy, "_ours", _solved_by_the_reference)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    cells = (
+        cases.Cell("logits", "bfloat16", 16, 40, 10.0),
+        cases.Cell("near", "float16", 16, 40, kl=1e-6),
+        cases.Cell("equal", "float16", 16, 40),
+    )
+    rows = []
+    for cell in cells:
+        problem = accuracy.Problem.of(cell, "cpu")
+        found = accuracy.rows_of(problem, ("triton", "eager", "fla"))
+        assert [row["status"] for row in found] == ["ok", "ok", "ok", "skipped", "ok", "skipped"]
+        ours, _, textbook, triton, eager, fla = found
+        assert max(ours[name] for name in accuracy.OUTPUTS) == 0
+        assert textbook["rule"] == "holds"
+        assert triton["detail"] == "triton is not installed"
+        assert "every row" in fla["detail"]
+        assert (textbook["kl"] > 0, eager["true_kl"] > 0) == (cell.kind != "equal",) * 2
+        rows += found
+    made = report.Report("accuracy", "Title", accuracy.COLUMNS, rows)
+    assert not made.failed
+    assert "| holds |" in made.markdown()
+    (note,) = accuracy.floors(rows)
+    assert note.startswith("Floor of kl between near sides, float16, absolute: ours 0.0e+00 to")
+
+
+def test_an_output_that_breaks_the_rule_fails_the_run_if_it_is_ours(torch, monkeypatch):
+    from bench import accuracy
+
+    def spoiled(problem, strategy):
+        solution = problem.solve(exact=True)
+        if strategy == "auto":
+            solution["dk1"][0, 3] *= 2
+        solution["lse2"][1, 5] = math.nan
+        return solution, ""
+
+    monkeypatch.setattr(accuracy, "_ours", spoiled)
+    problem = accuracy.Problem.of(cases.Cell("logits", "bfloat16", 16, 40), "cpu")
+    ours, deterministic, *_ = rows = accuracy.rows_of(problem, ())
+    assert (ours["status"], ours["rule"]) == ("wrong", "broken: lse2, dk1")
+    assert (deterministic["status"], deterministic["rule"]) == ("wrong", "broken: lse2")
+    assert (ours["lse2"], ours["errors"]["lse2"]) == (None, "inf")
+    json.dumps(rows, allow_nan=False)
+    assert report.Report("accuracy", "Title", accuracy.COLUMNS, rows).failed
+
+
+def test_equal_sides_must_be_exactly_0(torch):
+    from bench import accuracy
+
+    equal, near = cases.Cell("equal", "float16", 16, 8), cases.Cell("near", "float16", 16, 8, kl=1)
+    allowed = accuracy.limits(equal, dict.fromkeys(accuracy.OUTPUTS, 0.0))
+    assert (allowed["kl"], allowed["dq1"]) == (1e-6, 1e-5)
+    errors = dict.fromkeys(accuracy.OUTPUTS, 1e-9)
+    assert accuracy.breaches(equal, errors, allowed) == ("kl",)
+    assert accuracy.breaches(near, errors, allowed) == ()
+    assert accuracy.breaches(equal, errors | {"kl": 0.0}, allowed) == ()
+
+
+def test_large_logits_are_allowed_more(torch):
+    from bench import accuracy
+
+    baseline = {"kl": 1e-3}
+    for scale, limit in ((100.0, 2e-3), (1000.0, 8e-3)):
+        cell = cases.Cell("logits", "float16", 16, 8, scale)
+        assert accuracy.limits(cell, baseline)["kl"] == pytest.approx(limit + 1e-6)
+
+
+# Memory.
+
+
+def test_who_ran_out_of_memory_is_done_with(torch):
+    from bench import memory
+
+    rows = [
+        {"case": "N = 1K", "direction": "forward", "entry": "eager", "contender": "torch eager"},
+        {"case": "N = 2K", "direction": "forward", "entry": "eager", "contender": "torch eager"},
+        {"case": "N = 4K", "direction": "forward", "entry": "eager", "contender": "torch eager"},
+    ]
+    rows[1]["detail"] = "out of memory"
+    rows[2]["detail"] = "out of memory at N = 2K"
+    assert memory.stopped_at(rows, "forward", "eager") == "N = 2K"
+    assert memory.stopped_at(rows, "backward", "eager") is None
+    assert memory.stopped_at(rows[:1], "forward", "eager") is None
+    assert memory.stops(rows) == ["Forward, torch eager: out of memory at N = 2K."]
+
+
+def test_the_table_of_memory(torch, monkeypatch):
+    from bench import memory
+    from bench.case import Case
+
+    asked = []
+
+    def measured(case, entry, direction, *, is_warm):
+        asked.append((case.workload.num_keys, direction, entry.name, is_warm, case.state))
+        row = {"contender": entry.name, "entry": entry.name, "ours": entry.ours, "status": "ok"}
+        if entry.name == "eager" and case.workload.num_keys == 2048:
+            return row | {"status": "skipped", "detail": memory.OUT_OF_MEMORY}
+        return row | {"extra_bytes": 80 if direction == "forward" else 100}
+
+    monkeypatch.setattr(memory, "Case", lambda workload: Case(workload, "cpu"))
+    monkeypatch.setattr(memory, "_measured", measured)
+    monkeypatch.setattr(memory, "formula", lambda case, entry, direction: 80)
+    monkeypatch.setattr(memory.ours, "compile_ahead", lambda *_: None)
+    monkeypatch.setattr(memory.ours, "forward_state", lambda case: "state")
+    paths = (cases.AUTO, cases.SEPARATE, cases.FUSED)
+    specs = [
+        cases.Spec(f"N = {n}", Workload(1, n, n, 8, 8), paths, ("eager",), calls=calls)
+        for n, calls in ((1024, None), (2048, None), (4096, 1))
+    ]
+    made = memory.run(specs, lambda text: None)
+    rows = {(row["case"], row["direction"], row["entry"]): row for row in made.rows}
+    assert len(made.rows) == len(rows) == 3 * (2 + 3)
+    assert rows["N = 1024", "forward", "ours"]["bars"][0]["met"] is True
+    assert rows["N = 1024", "backward", "ours, fused"]["bars"][0]["met"] is False
+    assert rows["N = 1024", "forward", "eager"].get("formula_bytes") is None
+    last = rows["N = 4096", "forward", "eager"]
+    assert (last["status"], last["detail"]) == ("skipped", "out of memory at N = 2048")
+    assert asked[-3:] == [
+        (4096, "forward", "ours", False, None),
+        (4096, "backward", "ours, separate", False, "state"),
+        (4096, "backward", "ours, fused", False, "state"),
+    ]
+    assert asked[0][3:] == (True, None)
+    assert made.notes[2:] == [
+        "Forward, eager: out of memory at N = 2048.",
+        "Backward, eager: out of memory at N = 2048.",
+    ]
+
+
+# Commands of both directions.
+
+
+def test_brief_cases_are_named_with_their_calls(torch):
+    from bench import commands
+
+    notes = commands._brief_notes(cases.lengths())
+    assert [note.split(":")[0] for note in notes] == [
+        "Without rounds, median of 2 timed calls each, the last of which was checked",
+        "Without rounds, median of 1 timed call each, the last of which was checked",
+    ]
+    assert "N = 256K, causal" in notes[0]
+    assert notes[1].count("512K") == 2
+
+
+def test_a_case_of_both_directions_is_drawn_once(torch, monkeypatch):
+    from bench import commands
+    from bench.case import Case
+
+    drawn, asked = [], []
+
+    def draw(workload, unit):
+        drawn.append(workload)
+        return Case(workload, "cpu", unit=unit)
+
+    def timed(spec, entries, options, say, *, case, direction):
+        names = tuple(entry.name for entry in entries)
+        asked.append((spec.label, names, case.state))
+        row = {"workload": spec.workload.name, "direction": direction, "ours": True}
+        return [row | {"status": "wrong" if "c" in spec.label[-1] else "ok", "case": spec.label}]
+
+    monkeypatch.setattr(commands, "Case", draw)
+    monkeypatch.setattr(commands, "_timed", timed)
+    monkeypatch.setattr(commands.ours, "compile_ahead", lambda *_: None)
+    monkeypatch.setattr(commands.ours, "forward_state", lambda case: "state")
+    specs = (
+        cases.Spec("a", CASES["square"], ("ours",), ("eager", "kept")),
+        cases.Spec("b", CASES["causal"], ("ours",), calls=2),
+        # Whose forward is wrong: there is nothing to hold its backward against.
+        cases.Spec("c", CASES["two head dims"], ("ours",), calls=2),
+    )
+    made = commands._both_directions(
+        "lengths", "Title", specs, specs, _options("lengths"), lambda text: None
+    )
+    assert drawn == [spec.workload for spec in specs]
+    assert asked == [
+        ("forward, a", ("ours", "eager"), None),
+        ("backward, a", ("ours", "eager", "kept"), None),
+        ("forward, b", ("ours",), None),
+        ("backward, b", ("ours",), "state"),
+        ("forward, c", ("ours",), None),
+    ]
+    assert [row["direction"] for row in made.rows] == ["forward"] * 3 + ["backward"] * 2
+
+
+def test_the_entries_of_the_ablation(torch):
+    from bench import commands
+    from bench.case import Case
+
+    case = Case(CASES["square"], "cpu")
+    for spec in cases.ablation_backward():
+        assert tuple(e.name for e in commands._backward_entries(case, spec)) == spec.ours
+
+
+# Published figures.
+
+
+def test_the_published_figures_are_those_of_the_paper():
+    from bench import published
+
+    rates = {figure.label: figure.rate for figure in published.FIGURES}
+    assert len(rates) == len(published.FIGURES)
+    assert rates["forward, BH = 32, N = 64K, full"] == pytest.approx(305, abs=1)
+    assert rates["forward, BH = 32, N = 16K, full"] == pytest.approx(338, abs=1)
+    assert rates["backward, Setting 1, BH = 32, N = 64K, full"] == pytest.approx(275, abs=1)
+    assert rates["forward, BH = 16, N_Q = 1, N_K = 128K"] == pytest.approx(2.1, abs=0.05)
+    assert rates["backward, Setting 1, BH = 16, N_Q = 1, N_K = 128K"] == pytest.approx(
+        1.1, abs=0.05
+    )
+
+
+# Pictures.
+
+
+def test_points_come_from_rows_with_a_figure():
+    from bench import plots
+
+    rows = [
+        {"status": "ok", "x": 2, "y": 5.0, "entry": "a"},
+        {"status": "ok", "x": 1, "y": 4.0, "entry": "a"},
+        {"status": "skipped", "x": 3, "entry": "a"},
+        {"status": "wrong", "x": 3, "entry": "b"},
+        {"status": "ok", "x": 3, "y": None, "entry": "b"},
+    ]
+    found = plots.lines_of(rows, "x", "y", lambda row: row["entry"], lambda row: row["x"] < 4)
+    assert found == {"a": [(1, 4.0), (2, 5.0)]}
+
+
+def _rows_of_lengths():
+    for direction, mask, length in itertools.product(
+        ("forward", "backward"), ("full", "causal"), (4096, 8192)
+    ):
+        about = {"direction": direction, "mask": mask, "length": length, "status": "ok"}
+        yield about | {"entry": "ours", "ours": True, "rate": 500.0, "case": "c", "contender": "k"}
+
+
+def test_pictures_are_drawn_from_the_results_that_exist(tmp_path):
+    pytest.importorskip("matplotlib")
+    from bench import plots
+
+    said = []
+    assert plots.run(tmp_path, quick=False, say=said.append) == 0
+    assert len(said) == 3
+    assert all("run python -m bench" in text for text in said)
+    environment = report.environment(commit="abc")
+    rows = list(_rows_of_lengths())
+    _report(name="lengths", rows=rows, environment=environment).write(tmp_path)
+    assert command_line.main(["plot", "--out", str(tmp_path)]) == 0
+    assert [path.name for path in tmp_path.glob("*.png")] == ["lengths.png"]
+    assert (tmp_path / "lengths.png").read_bytes().startswith(b"\x89PNG")
+    assert command_line.main(["plot", "--quick", "--out", str(tmp_path)]) == 1
+
+
+def test_panels_of_the_memory_leave_out_what_is_no_square():
+    from bench import plots
+
+    row = {"status": "ok", "direction": "forward", "entry": "ours", "extra_bytes": 10}
+    row |= {"length": 1024, "num_queries": 1024, "logits_bytes": 99}
+    rows = [row, row | {"num_queries": 16, "extra_bytes": 7}]
+    rows.append(row | {"direction": "backward", "extra_bytes": 0})
+    forward, backward = plots.memory_panels(_report(rows=rows))
+    assert forward.lines == {
+        "ours": [(1024, 10)],
+        "both logit matrices (computed)": [(1024.0, 99.0)],
+    }
+    assert backward.lines == {}

@@ -105,6 +105,7 @@ class TestAudit:
         assert "k2 (1, 2, 20, 16)" in text
         assert "bfloat16, causal" in text
         assert text.count(" ok ") == 7
+        assert all(word in text for word in ("size", "error", "textbook float32", "allowed"))
         assert "The rule holds." in text
 
     def test_options_reach_the_problem(self, run_json: Any) -> None:

@@ -81,7 +81,15 @@ def test_every_figure_of_the_table_comes_from_a_file_of_results() -> None:
     assert speed_problems(README, ROOT) == []
 
 
-def write_results(directory: Path, name: str, card: str, rows: list[Row]) -> None:
+@pytest.mark.parametrize("name", readme.BLOCKS)
+def test_every_other_block_is_what_the_results_say(name: str) -> None:
+    (text,) = readme.block(name).findall(README)
+    assert text == readme.BLOCKS[name](ROOT), "run python -m bench.readme"
+
+
+def write_results(
+    directory: Path, name: str, card: str, rows: list[Row], notes: list[str] | None = None
+) -> None:
     environment = {
         "device": {"name": card, "driver_version": "1"},
         "date": "",
@@ -89,7 +97,125 @@ def write_results(directory: Path, name: str, card: str, rows: list[Row]) -> Non
         "versions": {},
         "digests": {"cuda_src": ""},
     }
-    Report(name, f"Title {name}", readme.COLUMNS, rows, environment=environment).write(directory)
+    report = Report(
+        name, f"Title {name}", readme.COLUMNS, rows, notes=notes or [], environment=environment
+    )
+    report.write(directory)
+
+
+def speed_row(case: str, name: str, ms: float, **others: object) -> Row:
+    row: Row = {"case": case, "contender": name, "entry": name, "status": "ok", "ours": False}
+    return row | {"median_ms": ms, "rate": 1000 / ms, "unit": "TFLOP/s", "detail": ""} | others
+
+
+def ours_row(case: str, entry: str, ms: float, **others: object) -> Row:
+    return speed_row(case, "forward_sm90", ms, entry=entry, ours=True, **others)
+
+
+def test_without_results_a_block_has_no_figure(tmp_path: Path) -> None:
+    assert {
+        name: make(tmp_path) for name, make in readme.BLOCKS.items() if name != "published"
+    } == {
+        "peers": "",
+        "plots": "",
+        "accuracy": "",
+    }
+    assert readme.as_published(tmp_path).count("| - |") == readme.as_published(tmp_path).count(
+        "BH ="
+    )
+
+
+def test_each_place_where_a_peer_wins_has_a_line(tmp_path: Path) -> None:
+    rows = [
+        ours_row("a", "ours", 4.0),
+        # Slower and asked for by nobody.
+        ours_row("a", "ours, portable", 9.0),
+        speed_row("a", "triton", 5.0),
+        speed_row("a", "torch compile", 3.0),
+        speed_row("a", "cuDNN attention", 1.0),
+        speed_row("a", "cuBLAS bf16 8192^3", 0.5),
+        ours_row("b", "ours, fused", 2.0),
+        ours_row("b", "ours, separate", 3.0),
+        speed_row("b", "triton", 2.5),
+        speed_row("b", "torch eager", 1.0, status="wrong"),
+        speed_row("b", "FlashAttention-2", 2.5),
+        {
+            "case": "c",
+            "contender": "forward_sm90",
+            "entry": "ours",
+            "status": "wrong",
+            "ours": True,
+        },
+        speed_row("c", "triton", 2.5),
+    ]
+    write_results(tmp_path / "bench" / "results", "forward", "NVIDIA X", rows)
+    text = readme.peers(tmp_path)
+    assert text.splitlines() == [
+        "A peer that computes the same is faster in 1 of 3 comparisons:",
+        "",
+        "- [forward, a](bench/results/forward.json): torch compile 3 ms, ours 4 ms",
+        "",
+        "Softmax attention, which has other products to do on the same matrix units, runs at a "
+        "higher rate in 1 of 2:",
+        "",
+        "- [forward, a](bench/results/forward.json): cuDNN attention 1000, ours 250 TFLOP/s",
+    ]
+    write_results(tmp_path / "bench" / "results", "forward", "NVIDIA X", rows[:3])
+    assert readme.peers(tmp_path) == (
+        "A peer that computes the same is faster in 0 of 1 comparisons.\n"
+    )
+
+
+def test_published_figures_stand_beside_ours_of_the_same_problem_alone(tmp_path: Path) -> None:
+    shape = "bh32_q65536_k65536_d128x128_bf16"
+    rows = [
+        ours_row("1", "ours", 250.0, workload=shape, setting=1),
+        ours_row("2", "ours", 260.0, workload=shape, setting=2),
+    ]
+    write_results(tmp_path / "bench" / "results", "backward", "NVIDIA X", rows)
+    text = readme.as_published(tmp_path)
+    assert "as published (ms)" in text
+    assert "| backward, Setting 1, BH = 32, N = 64K, full | 511 | 275 TFLOP/s | 250 |\n" in text
+    assert "| backward, Setting 2, BH = 32, N = 64K, full | 521 | 270 TFLOP/s | 260 |\n" in text
+    assert "| forward, BH = 32, N = 64K, full | 231 | 305 TFLOP/s | - |\n" in text
+
+
+def test_only_pictures_of_results_that_exist_are_shown(tmp_path: Path) -> None:
+    results = tmp_path / "bench" / "results"
+    write_results(results, "lengths", "NVIDIA X", [])
+    for name in ("lengths", "memory"):
+        (results / f"{name}.png").touch()
+    assert readme.pictures(tmp_path) == (
+        "[![Speed over context length](bench/results/lengths.png)](bench/results/lengths.json)\n"
+    )
+
+
+def test_the_table_of_accuracy_has_a_column_for_everybody(tmp_path: Path) -> None:
+    def row(name: str, case: str, kind: str, **others: object) -> Row:
+        about: Row = {"case": case, "contender": name, "kind": kind, "dtype": "bfloat16"}
+        errors = dict.fromkeys(("kl", "lse1", "dq1", "dk1", "dq2", "dk2"), 1e-7)
+        about |= {"headline": True, "status": "ok", "rule": "holds", "ours": False}
+        return about | errors | {"lse2": 2e-7} | others
+
+    rows = [
+        row("ours", "logits 1", "logits"),
+        row("eager", "logits 1", "logits", rule="broken: lse2, dk1", dk1=None),
+        {"case": "logits 1", "contender": "triton", "status": "skipped", "dtype": "bfloat16"}
+        | {"kind": "logits", "headline": True, "ours": False},
+        row("ours", "KL about 0.01", "near"),
+        row("ours", "not shown", "logits", headline=False),
+    ]
+    notes = ["Something.", "Floor of kl between near sides: 1e-7."]
+    write_results(tmp_path / "bench" / "results", "accuracy", "NVIDIA X", rows, notes)
+    lines = readme.accuracy(tmp_path).splitlines()
+    assert lines[0].startswith("[Title accuracy](bench/results/accuracy.json), NVIDIA X, driver 1;")
+    assert lines[2] == "| case | output | ours | eager |"
+    assert "| logits 1 | lse | 2.0e-07 | 2.0e-07 (breaks the rule) |" in lines
+    assert "| logits 1 | dk1 | 1.0e-07 | not finite (breaks the rule) |" in lines
+    assert "| KL about 0.01 | kl | 1.0e-07 | - |" in lines
+    assert len([line for line in lines if line.startswith("|")]) == 2 + 6 + 1
+    assert lines[-1] == "- Floor of kl between near sides: 1e-7."
+    assert "not shown" not in "".join(lines)
 
 
 def test_a_figure_changed_by_hand_is_found(tmp_path: Path) -> None:
