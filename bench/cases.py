@@ -201,9 +201,9 @@ def backward() -> tuple[Spec, ...]:
         Spec(
             "d = 256",
             replace(SQUARE, head_dim1=256, head_dim2=256),
-            (FUSED, SEPARATE),
+            (AUTO, FUSED),
             ("cublas",),
-            (_beside(FUSED, 0.75, "cublas", "cuBLAS"),),
+            (_beside(AUTO, 0.75, "cublas", "cuBLAS"),),
             yardstick="cublas",
         )
     )

@@ -98,13 +98,12 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
             compute_scores<Element, kHeadDim2, kRowTiles, kChunkQ>(
                 s2, keys2, sQ2 + chunk * kHeadDim2 * 2, lane2);
             // 4. Their gradients, written over the logits of the other side.
-            auto& trained = kSide == 1 ? s1 : s2;
             auto& ds = kSide == 1 ? s2 : s1;
             transposed_gradients<kSide>(ds, s1, s2, rows, chunk, params, factor);
             bool leaks = false;
             if (first_key < all.begin || first_key + Tile::kRowsPerWarp > all.end ||
                 last >= range.num_queries) {
-                leaks = mask_transposed(ds, trained, range, first_key, first);
+                leaks = mask_transposed(ds, range, first_key, first);
             }
             if constexpr (kNeedsRunningFactor<Element, kSide>) fit_to_fp16(ds, dk, factor);
             // 5. dK.

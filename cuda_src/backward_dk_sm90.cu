@@ -49,7 +49,7 @@ struct KeyRows {
         SKL_UNROLL
         for (int e = 0; e < kBlockQ / 4; ++e) {
             WeightedStatistics row = statistics[col_of_element(e)];
-            if (is_same<Element, fp16>) row = times<kSide>(row, factor);
+            if (is_same<Element, fp16>) row.weight *= factor;
             SKL_UNROLL
             for (int line = 0; line < 2; ++line) {
                 const float x = trained[line][e], x_fixed = fixed[line][e];
@@ -65,9 +65,8 @@ struct KeyRows {
         return first_of_group < all.begin || first_of_group + 64 > all.end ||
                last >= params.range.num_queries;
     }
-    SKL_DEVICE bool mask(float (&ds)[2][kBlockQ / 4],
-                         const float (&trained)[2][kBlockQ / 4]) const {
-        return mask_transposed(ds, trained, params.range, first_of_group + 16 * (warp_id() % 4),
+    SKL_DEVICE bool mask(float (&ds)[2][kBlockQ / 4], const float (&)[2][kBlockQ / 4]) const {
+        return mask_transposed(ds, params.range, first_of_group + 16 * (warp_id() % 4),
                                first_query);
     }
 };

@@ -26,7 +26,7 @@ struct QueryRows {
     int first_row;  // of the warp
     int first_key;
     Interval all;
-    WeightedStatistics statistics[2];                          // per weight1
+    WeightedStatistics statistics[2];
     float factor = is_same<Element, bf16> ? 1.f : kFp16Limit;  // |ds2| is about 1 at most
 
     // Of a row of this thread; those that do not exist take no part.
@@ -41,12 +41,13 @@ struct QueryRows {
     SKL_DEVICE void load(int batch_idx, int head_idx) {
         SKL_UNROLL
         for (int line = 0; line < 2; ++line)
-            statistics[line] = per_weight1<kSide>(weighted_row(line, batch_idx, head_idx));
+            statistics[line] = weighted_row(line, batch_idx, head_idx);
     }
+    // The row's own weight waits for the end; a 1 is a constant to the compiler.
     SKL_DEVICE WeightedStatistics row(int line) const {
         WeightedStatistics row = statistics[line];
-        row.weight1 = 1.f;  // a constant to the compiler
-        return is_same<Element, bf16> ? row : times<kSide>(row, factor);
+        row.weight = is_same<Element, bf16> ? 1.f : factor;
+        return row;
     }
     SKL_DEVICE bool next(const PairSmem<Traits>&) {
         first_key += kBlockK;
@@ -136,8 +137,8 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
         const int query = rows.first_row + row_of_line(line);
         // A row without keys has a zero gradient, whatever dkl is.
         const bool counts = query < range.num_queries && range.begin(query) < range.end(query);
-        const float weight1 = rows.weighted_row(line, batch_idx, head_idx).weight1;
-        row_factor[line] = counts ? weight1 * (params.gradient_scale / rows.factor) : 0.f;
+        const float weight = rows.weighted_row(line, batch_idx, head_idx).weight;
+        row_factor[line] = counts ? weight * (params.gradient_scale / rows.factor) : 0.f;
     }
     store_gradient<Element>(
         params.dq, batch_idx * params.dq_rows.batch_stride + head_idx * params.dq_rows.head_stride,

@@ -19,9 +19,10 @@
 //   3. S1^T = K1 Q1^T and S2^T = K2 Q2^T of the next tile are multiplied together with
 //   4. dK += dS^T Q_t of the last one, whose left operand never leaves the registers.
 //   5. dS^T of the last tile goes to one of kNumBuffers buffers for the warpgroup of dQ.
-//   6. The logits become dkl dS^T, zero where a query may not see the key, while dK is multiplied.
-//   7. The warpgroup of dQ multiplies dQ = dS K_t, 64 columns at a time. Each warp hands its 16
-//   rows to the copy engine, which adds them to the scratch.
+//   6. The logits become dkl dS^T, zero where a query may not see the key. The consumers take turns
+//   at it: the matrix units work for one while the special function units work for the other.
+//   7. The warpgroup of dQ multiplies dQ = dS K_t, 64 columns at a time, and adds them to the
+//   scratch.
 //   8. dK is scaled by scale_t and written.
 #include "fragment.cuh"
 #include "gradient.cuh"
@@ -38,13 +39,12 @@
 #include "warpgroup.cuh"
 
 template <class Element_, int kSide_, int kHeadDim1_, int kHeadDim2_, int kNumConsumers_,
-          int kNumStages_, int kNumBuffers_, int kRegisterSteps, bool kIsPipelined_>
+          int kNumStages_, int kNumBuffers_, int kRegisterSteps>
 struct FusedTraits {
     using Element = Element_;
     static constexpr int kSide = kSide_, kHeadDim1 = kHeadDim1_, kHeadDim2 = kHeadDim2_;
     static constexpr int kNumConsumers = kNumConsumers_, kNumStages = kNumStages_,
                          kNumBuffers = kNumBuffers_;
-    static constexpr bool kIsPipelined = kIsPipelined_;
     static constexpr int kHeadDim = kSide == 1 ? kHeadDim1 : kHeadDim2;
     static constexpr int kBlockQ = 64, kBlockK = 64 * kNumConsumers;
     using Walk = StaggeredWalk<kSide, kBlockK, kBlockQ>;
@@ -65,8 +65,11 @@ struct FusedTraits {
         kQueryBytes + kBlockQ * static_cast<int>(sizeof(WeightedStatistics));
     static constexpr int kGradientOffset = kRingOffset + kNumStages * kStageBytes;
     static constexpr int kGradientBytes = kBlockK * kBlockQ * 2;
-    // A warp's buffers for 16 rows and 32 columns of dQ.
-    static constexpr int kNumSums = 3, kSumBytes = 16 * 32 * 4;
+    // A warp's buffers for 16 rows and 32 columns of dQ on their way to the copy engine. Of wide
+    // heads they go straight from registers to the scratch: there the traffic of shared memory is
+    // what limits the kernel, of narrow ones the instructions.
+    static constexpr bool kIsStaged = kHeadDim <= 64;
+    static constexpr int kNumSums = kIsStaged ? 3 : 0, kSumBytes = 16 * 32 * 4;
     static constexpr int kSumOffset = kGradientOffset + kNumBuffers * kGradientBytes;
     static constexpr int kRingBarriers = kSumOffset + 4 * kNumSums * kSumBytes;
     static constexpr int kGradientBarriers = kRingBarriers + Ring<kNumStages>::kBytes;
@@ -77,7 +80,7 @@ struct FusedTraits {
     static constexpr int kSmemBytes = kFactorOffset + 4 * kNumWarps * kNumBuffers;
 
     // Barrier 0 is that of __syncthreads; the consumers' follow.
-    static constexpr int kSumBarrier = 1, kConsumerBarrier = 2;
+    static constexpr int kSumBarrier = 1, kConsumerBarrier = 2, kTurnBarrier = 4;
     static constexpr bool kHasFactors = kNeedsRunningFactor<Element, kSide>;
 
     // Columns of dQ that are multiplied at a time.
@@ -217,18 +220,6 @@ SKL_DEVICE void mark_broken_keys(unsigned char* gradients, uint32 broken, const 
     }
 }
 
-// Four floats of dQ, in units of 1, to a warp's buffer.
-template <class Element>
-SKL_DEVICE void store_sums(uint32 address, float a, float b, float c, float d, float unscale) {
-    float v[4] = {a, b, c, d};
-    uint32 bits[4];
-    SKL_UNROLL
-    for (int i = 0; i < 4; ++i) {
-        bits[i] = __float_as_uint(is_same<Element, fp16> ? v[i] * unscale : v[i]);
-    }
-    store_shared_128(address, bits);
-}
-
 // Warps of consumers that met too large a gradient have lowered their factors; dQ sums over all
 // keys, so the others' rows of dS^T follow. Returns the factor of all.
 template <class Traits>
@@ -334,24 +325,36 @@ SKL_DEVICE void sum_tiles(const BackwardParams& params, const typename Traits::W
             SKL_UNROLL
             for (int half = 0; half < kCols / 32; ++half) {
                 if (col + 32 * half >= Traits::kHeadDim) break;
+                float* gSum = scratch + row_tile * static_cast<int64>(16 * Traits::kHeadDim) +
+                              16 * (col + 32 * half);
                 const uint32 sSum = sSums + sum_offset;
-                if (lane == 0) bulk_wait_read<Traits::kNumSums - 1>();
-                __syncwarp();
+                if constexpr (Traits::kIsStaged) {
+                    if (lane == 0) bulk_wait_read<Traits::kNumSums - 1>();
+                    __syncwarp();
+                }
                 SKL_UNROLL
                 for (int i = 0; i < 4; ++i) {
                     const int e = 8 * half + 2 * i;
-                    store_sums<Element>(sSum + i * 512 + lane * 16, dq[0][e], dq[0][e + 1],
-                                        dq[1][e], dq[1][e + 1], unscale);
+                    float v[4] = {dq[0][e], dq[0][e + 1], dq[1][e], dq[1][e + 1]};
+                    if constexpr (is_same<Element, fp16>) {
+                        SKL_UNROLL
+                        for (int j = 0; j < 4; ++j) v[j] *= unscale;
+                    }
+                    if constexpr (Traits::kIsStaged) {
+                        store_shared_128(sSum + i * 512 + lane * 16,
+                                         {__float_as_uint(v[0]), __float_as_uint(v[1]),
+                                          __float_as_uint(v[2]), __float_as_uint(v[3])});
+                    } else {
+                        reduce_add_global(gSum + i * 128 + lane * 4, v[0], v[1], v[2], v[3]);
+                    }
                 }
-                fence_async_shared();
-                __syncwarp();
-                if (lane == 0) {
-                    bulk_reduce_add(scratch + row_tile * static_cast<int64>(16 * Traits::kHeadDim) +
-                                        16 * (col + 32 * half),
-                                    sSum, Traits::kSumBytes);
+                if constexpr (Traits::kIsStaged) {
+                    fence_async_shared();
+                    __syncwarp();
+                    if (lane == 0) bulk_reduce_add(gSum, sSum, Traits::kSumBytes);
+                    sum_offset += Traits::kSumBytes;
+                    if (sum_offset == Traits::kNumSums * Traits::kSumBytes) sum_offset = 0;
                 }
-                sum_offset += Traits::kSumBytes;
-                if (sum_offset == Traits::kNumSums * Traits::kSumBytes) sum_offset = 0;
             }
         }
         gradients.advance();
@@ -360,7 +363,7 @@ SKL_DEVICE void sum_tiles(const BackwardParams& params, const typename Traits::W
             scratch += static_cast<int64>(row_tiles_per_head) * (16 * Traits::kHeadDim);
         }
     }
-    if (lane == 0) bulk_wait();
+    if (Traits::kIsStaged && lane == 0) bulk_wait();
 }
 
 template <class Traits>
@@ -421,28 +424,33 @@ SKL_DEVICE void consume(const BackwardParams& params, const unsigned char* smem,
     };
     // Turns logits into dkl dS^T. Returns, to the whole warpgroup, whether a masked query holds a
     // NaN or Inf.
+    int turns_left = (walk.head_end - walk.head_begin) * walk.num_tiles;
+    if (group == 1 && turns_left > 0) named_barrier_arrive<256>(Traits::kTurnBarrier);
     const auto find_gradients = [&](int stage, int first_query) {
+        named_barrier_sync<256>(Traits::kTurnBarrier + group);
         const auto* rows = reinterpret_cast<const WeightedStatistics*>(smem + stage_offset(stage) +
                                                                        Traits::kQueryBytes);
         SKL_UNROLL
         for (int e = 0; e < kElements; ++e) {
             WeightedStatistics row = rows[col_of_element(e)];
-            if constexpr (is_same<Element, fp16>) {
-                row.weight1 *= factor;
-                if constexpr (kSide == 2) row.last *= factor;
-            }
+            if constexpr (is_same<Element, fp16>) row.weight *= factor;
             SKL_UNROLL
             for (int line = 0; line < 2; ++line) {
                 ds[line][e] = weighted_gradient<kSide>(s1[line][e], s2[line][e], row, params.scale1,
                                                        params.scale2);
             }
         }
+        pin_all(ds);  // above the end of the turn
+        // Nobody waits for the last turn.
+        if (group == 0 || turns_left > 1) {
+            named_barrier_arrive<256>(Traits::kTurnBarrier + 1 - group);
+        }
+        --turns_left;
         if (!is_border(range, first_key, 64, first_query, kBlockQ)) return false;
         int first_key_here = first_key_of_warp;
         pin(first_key_here);  // or what the masks make of it stays in registers all the time
-        return named_barrier_any<128>(
-            Traits::kConsumerBarrier + group,
-            mask_transposed(ds, trained, range, first_key_here, first_query));
+        return named_barrier_any<128>(Traits::kConsumerBarrier + group,
+                                      mask_transposed(ds, range, first_key_here, first_query));
     };
     const auto round_gradients = [&]() {
         if constexpr (Traits::kHasFactors) fit_to_fp16(ds, dk, factor);
@@ -495,26 +503,25 @@ SKL_DEVICE void consume(const BackwardParams& params, const unsigned char* smem,
             ring.advance();
             first_query = walk.next_query(first_query);
             SKL_NO_UNROLL
-            while (Traits::kIsPipelined && !leaks && --tiles_left > 0) {
+            while (!leaks && --tiles_left > 0) {
                 ring.consumer_wait();
                 wgmma_fence();
                 multiply_logits(ring.stage);
+                wgmma_fence();
                 multiply_dk(stage);
                 pass_on_gradients();
-                wgmma_wait<1>();
+                wgmma_wait<0>();
                 pin_all(s1);
                 pin_all(s2);
-                leaks = find_gradients(ring.stage, first_query);
-                pin_all(ds);  // stays above the wait
-                wgmma_wait<0>();
                 pin_all(dk);
                 release_queries(stage);
+                leaks = find_gradients(ring.stage, first_query);
                 round_gradients();
                 stage = ring.stage;
                 ring.advance();
                 first_query = walk.next_query(first_query);
             }
-            if (leaks || !Traits::kIsPipelined) --tiles_left;
+            if (leaks) --tiles_left;
             if (leaks) {
                 SKL_UNROLL
                 for (int k = 0; kHasDk && k < kBlockQ / 16; ++k) {
@@ -532,7 +539,8 @@ SKL_DEVICE void consume(const BackwardParams& params, const unsigned char* smem,
             }
             release_queries(stage);
         }
-        if (lane == 0) mbarrier_arrive(base + Traits::kKeysEmpty);
+        __syncwarp();
+        mbarrier_arrive_warp(base + Traits::kKeysEmpty, lane);
     }
     if constexpr (kHasDk) {
         const float scale = params.gradient_scale / factor;
@@ -546,19 +554,19 @@ SKL_DEVICE void consume(const BackwardParams& params, const unsigned char* smem,
 }
 
 template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kNumConsumers, int kNumStages,
-          int kNumBuffers, int kRegisterSteps, bool kIsPipelined, bool kHasDk>
+          int kNumBuffers, int kRegisterSteps, bool kHasDk>
 __global__ void __launch_bounds__(128 * (kNumConsumers + 2), 1)
     backward_fused_sm90(const __grid_constant__ InputMaps maps,
                         const __grid_constant__ BackwardParams params) {
     using Traits = FusedTraits<Element, kSide, kHeadDim1, kHeadDim2, kNumConsumers, kNumStages,
-                               kNumBuffers, kRegisterSteps, kIsPipelined>;
+                               kNumBuffers, kRegisterSteps>;
     extern __shared__ __align__(1024) unsigned char smem[];
     const uint32 base = shared_address(smem);
     if (threadIdx.x == 0) {
         Ring<kNumStages>::init(base + Traits::kRingBarriers, Traits::kNumWarps);
         Ring<kNumBuffers>::init(base + Traits::kGradientBarriers, 4, Traits::kNumWarps);
         mbarrier_init(base + Traits::kKeysFull, 1);
-        mbarrier_init(base + Traits::kKeysEmpty, Traits::kNumWarps);
+        mbarrier_init(base + Traits::kKeysEmpty, Traits::kNumWarps * kArrivalsOfWarp);
         mbarrier_fence_init();
     }
     __syncthreads();

@@ -44,7 +44,7 @@ struct PairTraits {
     static constexpr int kFixedRingOffset = kTrainedRowsOffset + kTrainedRowsBytes;
     static constexpr int kTrainedRingOffset = kFixedRingOffset + kFixedStages * kFixedBytes;
     static constexpr int kZerosOffset = kTrainedRingOffset + kTrainedStages * kTrainedBytes;
-    static constexpr int kZerosBytes = 1024;
+    static constexpr int kZerosBytes = 2048;  // what a product reads, and no less
     static constexpr int kStatisticsOffset = kZerosOffset + kZerosBytes;
     static constexpr int kFixedBarriers = kStatisticsOffset + kTrainedStages * kStatisticsBytes;
     static constexpr int kTrainedBarriers = kFixedBarriers + Ring<kFixedStages>::kBytes;
@@ -53,6 +53,10 @@ struct PairTraits {
     static constexpr int kWalkOffset = kOwnEmpty + 8;
     static constexpr int kWalkBytes = kStreamsQueries ? 32 : 0;
     static constexpr int kSmemBytes = kWalkOffset + kWalkBytes;
+
+    // Consumers of keys take turns with the exponentials: the matrix units work for one while the
+    // special function units work for the other. Of queries, they may have different tiles to do.
+    static constexpr bool kTakesTurns = kStreamsQueries && kNumConsumers == 2;
 
     // Registers move from the producer to the consumers, out of those that the launch bounds give.
     static_assert(kNumConsumers == 2 || kNumConsumers == 3, "no other block is dealt out");
@@ -114,7 +118,7 @@ struct PairSmem {
             FixedRing::init(base + Traits::kFixedBarriers, 4 * Traits::kNumConsumers);
             TrainedRing::init(base + Traits::kTrainedBarriers, 4 * Traits::kNumConsumers);
             mbarrier_init(own_full(), 1);
-            mbarrier_init(own_empty(), 4 * Traits::kNumConsumers);
+            mbarrier_init(own_empty(), 4 * Traits::kNumConsumers * kArrivalsOfWarp);
             mbarrier_fence_init();
         }
         if (threadIdx.x < Traits::kZerosBytes / 16) {
@@ -241,11 +245,15 @@ SKL_DEVICE void sum_gradients(float (&sum)[2][Traits::kTrainedDim / 4], PairSmem
     ProductOperand operand = ProductOperand::zeros(smem.zeros());
     uint32 last_empty = 0;
     clear(sum);
+    constexpr int kTurnBarrier = 1 + Traits::kNumConsumers;
+    if (Traits::kTakesTurns && consumer == 1 && num_tiles > 0) {
+        named_barrier_arrive<256>(kTurnBarrier);
+    }
     SKL_NO_UNROLL
     for (int i = 0; i < num_tiles; ++i) {
         if (work.next(smem)) {
             __syncwarp();
-            if (lane == 0) mbarrier_arrive(smem.own_empty());
+            mbarrier_arrive_warp(smem.own_empty(), lane);
             mbarrier_wait(smem.own_full(), own_phase ^= 1);
             fixed_rows.load(smem.fixed_rows(), 64 * consumer);
         }
@@ -266,7 +274,14 @@ SKL_DEVICE void sum_gradients(float (&sum)[2][Traits::kTrainedDim / 4], PairSmem
         pin_all(trained);
         smem.fixed.consumer_release(lane);
         smem.fixed.advance();
+        if constexpr (Traits::kTakesTurns) named_barrier_sync<256>(kTurnBarrier + consumer);
         work.gradients(fixed, trained);
+        if constexpr (Traits::kTakesTurns) {
+            pin_all(fixed);  // above the end of the turn; nobody waits for the last one
+            if (consumer == 0 || i + 1 < num_tiles) {
+                named_barrier_arrive<256>(kTurnBarrier + 1 - consumer);
+            }
+        }
         bool leaks = false;
         if (work.is_border()) {
             leaks = named_barrier_any<128>(1 + consumer, work.mask(fixed, trained));
@@ -275,7 +290,7 @@ SKL_DEVICE void sum_gradients(float (&sum)[2][Traits::kTrainedDim / 4], PairSmem
         wgmma_wait<0>();
         pin_all(fixed);  // what follows writes registers that the third product reads
         pin_all(sum);
-        if (i > 0 && lane == 0) mbarrier_arrive(last_empty);
+        if (i > 0) mbarrier_arrive_warp(last_empty, lane);
         if constexpr (kNeedsRunningFactor<Element, kSide>) fit_to_fp16(fixed, sum, work.factor);
         SKL_UNROLL
         for (int k = 0; k < kCols / 16; ++k) pack_a<Element>(ds[k], fixed[0], fixed[1], k);
@@ -298,5 +313,5 @@ SKL_DEVICE void sum_gradients(float (&sum)[2][Traits::kTrainedDim / 4], PairSmem
     wgmma_commit();
     wgmma_wait<0>();
     pin_all(sum);
-    if (num_tiles > 0 && lane == 0) mbarrier_arrive(last_empty);
+    if (num_tiles > 0) mbarrier_arrive_warp(last_empty, lane);
 }

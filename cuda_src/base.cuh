@@ -70,7 +70,8 @@ SKL_HOST_DEVICE void pin(float& x) {
     (void)x;
 #endif
 }
-SKL_HOST_DEVICE void pin(int& x) {
+template <class Integer>
+SKL_HOST_DEVICE void pin(Integer& x) {
 #if defined(__CUDA_ARCH__)
     asm volatile("" : "+r"(x));
 #else

@@ -37,18 +37,18 @@ SKL_HOST_DEVICE float logit_gradient(float x1, float x2, const RowStatistics& ro
     const float y1 = fma(x1, scale1, -row.exponent1), y2 = fma(x2, scale2, -row.exponent2);
     const float p1 = fast_exp2(y1 - row.fraction1);
     if constexpr (kSide == 2) return fast_exp2(y2 - row.last) - p1;
-    // Where P1 is all on one key the bracket is zero, a difference of two numbers of the size of
-    // kl. What float32 leaves of it is rounding, and |s1 - s2| may be 1e5 times what it should be.
     const float bracket = (y1 - y2) - row.last;
-    return p1 * (fabs(bracket) < kBracketNoise * fabs(row.last) ? 0.f : bracket);
+    return p1 * (is_noise(bracket, row.last) ? 0.f : bracket);
 }
+
 // What Hopper's kernels read of a row: 16 bytes with the upstream gradient in them, so that a tile
 // of rows is one run of bytes. 2^(y - fraction) = 2^y 2^-fraction, and the second factor, which
-// lies within sqrt(2) of 1, is multiplied by dkl once a row instead of once an element.
+// lies within sqrt(2) of 1, is multiplied by dkl once a row instead of once an element. Equal sides
+// have a ratio of exactly 1, so that their ds2 is exactly zero.
 struct alignas(16) WeightedStatistics {
     float exponent1, exponent2;
-    float weight1;  // dkl 2^-fraction1, times gradient_unit
-    float last;     // dkl 2^-fraction2 where side 2 is trained, shift where side 1 is
+    float weight;  // dkl 2^-fraction of the trained side, times gradient_unit
+    float last;    // ratio 2^(fraction2 - fraction1) where side 2 is trained, shift where side 1 is
 };
 
 template <int kSide>
@@ -56,23 +56,9 @@ inline constexpr float gradient_unit = kSide == 2 ? 1.f : kLn2;
 
 template <int kSide>
 SKL_HOST_DEVICE WeightedStatistics weighted(const RowStatistics& row, float dkl) {
-    const float weight1 = dkl * gradient_unit<kSide> * exp2(-row.fraction1);
-    return {row.exponent1, row.exponent2, weight1, kSide == 2 ? dkl * exp2(-row.last) : row.last};
-}
-
-// Of a dkl that is multiplied by a factor.
-template <int kSide>
-SKL_HOST_DEVICE WeightedStatistics times(const WeightedStatistics& row, float factor) {
-    return {row.exponent1, row.exponent2, row.weight1 * factor,
-            kSide == 2 ? row.last * factor : row.last};
-}
-
-// With a weight1 of 1, for sums over a row that weight1 multiplies at their end. Where it is zero
-// any finite statistics will do.
-template <int kSide>
-SKL_HOST_DEVICE WeightedStatistics per_weight1(const WeightedStatistics& row) {
-    const float ratio = row.weight1 == 0.f ? 1.f : row.last / row.weight1;
-    return {row.exponent1, row.exponent2, 1.f, kSide == 2 ? ratio : row.last};
+    const float fraction = kSide == 2 ? row.last : row.fraction1;
+    return {row.exponent1, row.exponent2, dkl * gradient_unit<kSide> * exp2(-fraction),
+            kSide == 2 ? exp2(row.last - row.fraction1) : row.last};
 }
 
 // dkl logit_gradient, in units of 1.
@@ -80,10 +66,9 @@ template <int kSide>
 SKL_HOST_DEVICE float weighted_gradient(float x1, float x2, const WeightedStatistics& row,
                                         float scale1, float scale2) {
     const float y1 = fma(x1, scale1, -row.exponent1), y2 = fma(x2, scale2, -row.exponent2);
-    const float p1 = fast_exp2(y1) * row.weight1;
-    if constexpr (kSide == 2) return fma(fast_exp2(y2), row.last, -p1);
+    if constexpr (kSide == 2) return fma(-fast_exp2(y1), row.last, fast_exp2(y2)) * row.weight;
     const float bracket = (y1 - y2) - row.last;
-    return p1 * (is_noise(bracket, row.last) ? 0.f : bracket);
+    return fast_exp2(y1) * row.weight * (is_noise(bracket, row.last) ? 0.f : bracket);
 }
 
 // Logit gradients are rounded to the element type on their way into the third product. bfloat16 has
@@ -186,29 +171,30 @@ SKL_DEVICE bool mask_gradients(float (&ds)[kLines][kElements],
 }
 
 // Zeroes dS^T where the query does not exist or may not see the key. Returns whether a masked query
-// holds a NaN or Inf, which must be scrubbed before dS^T multiplies it; trained are the logits of
-// the side that gets gradients.
+// may hold a NaN or Inf, which must be scrubbed before dS^T multiplies it. One that sees any key
+// has NaN for statistics then, and with them for all of its dS^T, so that no logit has to outlive
+// its gradient; one that sees none shows nothing and counts as if it did.
 template <int kLines, int kElements>
-SKL_DEVICE bool mask_transposed(float (&ds)[kLines][kElements],
-                                const float (&trained)[kLines][kElements], const KeyRange& range,
+SKL_DEVICE bool mask_transposed(float (&ds)[kLines][kElements], const KeyRange& range,
                                 int first_key, int first_query) {
     bool leaks = false;
+    const int first_col = first_query + col_of_element(0);  // of this thread
     SKL_UNROLL
     for (int line = 0; line < kLines; ++line) {
         // The queries that see a key are an interval, too.
         const int key = first_key + row_of_line(line);
         const Interval queries = key < range.num_keys ? range.queries_of(key, key) : Interval{0, 0};
-        const int first_col = first_query + col_of_element(0);  // of this thread
         const int begin = queries.begin - first_col, end = queries.end - first_col;
         SKL_UNROLL
         for (int e = 0; e < kElements; ++e) {
             const int col = (e >> 1) * 8 + (e & 1);
             const bool is_visible = col >= begin && col < end;
-            leaks |= !is_visible && !is_finite(trained[line][e]);
+            leaks |= !is_visible && !is_finite(ds[line][e]);
             ds[line][e] = is_visible ? ds[line][e] : 0.f;
         }
     }
-    return leaks;
+    const int last_col = first_col + (kElements - 1) / 2 * 8 + 1;
+    return leaks || range.has_empty(first_col, last_col);
 }
 
 // summed[rows][kHeadDim] += ds[rows][kCols] times kCols rows of a tile in shared memory. kScrub:

@@ -28,6 +28,9 @@ struct KeyRange {
         return {begin(min_of(last, num_queries - 1)), end(first)};
     }
 
+    // Whether any of the queries [first, last] sees no key.
+    SKL_HOST_DEVICE bool has_empty(int first, int) const { return end(first) <= begin(first); }
+
     // The queries that see at least one of the keys [first, last].
     SKL_HOST_DEVICE Interval queries_of(int first, int) const {
         if (!is_causal) return {0, num_queries};

@@ -16,11 +16,13 @@ struct Ring {
 
     SKL_DEVICE explicit Ring(uint32 barriers) : barriers(barriers) {}
 
+    // Without producer warps one thread asks the copy engine.
     SKL_DEVICE static void init(uint32 barriers, int num_consumer_warps,
-                                int num_producer_warps = 1) {
+                                int num_producer_warps = 0) {
+        const int num_filling = num_producer_warps == 0 ? 1 : num_producer_warps * kArrivalsOfWarp;
         for (int i = 0; i < kNumStages; ++i) {
-            mbarrier_init(barriers + 8 * i, num_producer_warps);
-            mbarrier_init(barriers + 8 * (kNumStages + i), num_consumer_warps);
+            mbarrier_init(barriers + 8 * i, num_filling);
+            mbarrier_init(barriers + 8 * (kNumStages + i), num_consumer_warps * kArrivalsOfWarp);
         }
     }
     SKL_DEVICE uint32 full() const { return barriers + 8 * stage; }
@@ -40,11 +42,11 @@ struct Ring {
     }
     // Where warps fill the buffer themselves.
     SKL_DEVICE void producer_commit(int lane) const {
-        if (lane == 0) mbarrier_arrive(full());
+        mbarrier_arrive_warp(full(), lane);
     }
     SKL_DEVICE void consumer_wait() const { mbarrier_wait(full(), phase); }
     SKL_DEVICE void consumer_release(int lane) const { release(stage, lane); }
     SKL_DEVICE void release(int which_stage, int lane) const {
-        if (lane == 0) mbarrier_arrive(barriers + 8 * (kNumStages + which_stage));
+        mbarrier_arrive_warp(barriers + 8 * (kNumStages + which_stage), lane);
     }
 };

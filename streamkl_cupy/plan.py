@@ -228,11 +228,13 @@ class BackwardTile:
 # Queries in a tile of ``backward_fused_sm90``, and what they bring along besides themselves.
 FUSED_BLOCK_Q = 64
 FUSED_ROWS_BYTES = FUSED_BLOCK_Q * ROW_STATISTICS_BYTES
-# Its dQ on the way to global memory: four warps, buffers of 16 rows and 32 columns.
+# Its dQ of up to so many columns goes to global memory by way of four warps' buffers of 16 rows and
+# 32 columns; of more straight from registers.
+FUSED_STAGED_DIM = 64
 FUSED_SUM_BYTES = 4 * 3 * 16 * 32 * FLOAT_BYTES
 MOST_BARRIER_BYTES = 256
 # What the separate kernels multiply by instead of a tile, and the walk of a block of keys.
-PAIR_ZEROS_BYTES = 1024
+PAIR_ZEROS_BYTES = 2048
 PAIR_WALK_BYTES = 32
 
 
@@ -243,15 +245,13 @@ class BackwardWarpgroupTile:
 
     ``num_consumers`` warpgroups of 64 stationary rows; ``num_stages`` tiles of streamed rows;
     ``num_buffers`` tiles of dS^T on their way to dQ; ``register_steps`` steps of 16 columns of the
-    stationary operands, side 1's first, that live in registers; ``is_pipelined`` where a consumer
-    starts the logits of the next tile before it is done with the last.
+    stationary operands, side 1's first, that live in registers.
     """
 
     num_consumers: int
     num_stages: int
     num_buffers: int
     register_steps: int
-    is_pipelined: bool
 
     @property
     def stationary_rows(self) -> int:
@@ -265,15 +265,16 @@ class BackwardWarpgroupTile:
     def boxes(self) -> tuple[int, int]:
         return FUSED_BLOCK_Q, self.stationary_rows
 
-    def shared_memory(self, dim1: int, dim2: int) -> int:
+    def shared_memory(self, dim1: int, dim2: int, side: int) -> int:
         row = _panel_row_bytes(dim1) + _panel_row_bytes(dim2)
         stage = FUSED_BLOCK_Q * row + FUSED_ROWS_BYTES
         gradients = self.stationary_rows * FUSED_BLOCK_Q * 2
+        is_staged = (dim1 if side == 1 else dim2) <= FUSED_STAGED_DIM
         return (
             self.stationary_rows * row
             + self.num_stages * stage
             + self.num_buffers * gradients
-            + FUSED_SUM_BYTES
+            + (FUSED_SUM_BYTES if is_staged else 0)
             + MOST_BARRIER_BYTES
         )
 
@@ -639,7 +640,7 @@ WARPGROUP_ROWS = 128
 # part of that time that fewer consumers need, which keep the multiprocessor less busy.
 BLOCK_OVERHEAD = 2.7
 MERGE_OVERHEAD = 0.5
-TIME_OF_CONSUMERS = {1: 0.56, 2: 0.76, 3: 1.0}
+TIME_OF_CONSUMERS = {1: 0.56, 2: 0.78, 3: 1.0}
 
 
 def warpgroup_time(
@@ -916,7 +917,7 @@ def _side(
                 tile = backward_warpgroup_tile(dim1, dim2, side, device)
             assert tile is not None
             template = backward_warpgroup_template(problem.dtype, side, dim1, dim2, tile, has_dk)
-            boxes, smem = tile.boxes, tile.shared_memory(dim1, dim2)
+            boxes, smem = tile.boxes, tile.shared_memory(dim1, dim2, side)
         else:
             if not isinstance(tile, BackwardTile):
                 tile = backward_tile(name, dim1, dim2, side, device, problem.aligned)
@@ -1071,7 +1072,7 @@ def backward_warpgroup_tile(
 ) -> BackwardWarpgroupTile | None:
     """Choose the tile of ``backward_fused_sm90``; None if there is none for these dimensions."""
     for tile in backward_warpgroup_tiles(dim1, dim2, side):
-        if tile.shared_memory(dim1, dim2) <= device.shared_memory_per_block:
+        if tile.shared_memory(dim1, dim2, side) <= device.shared_memory_per_block:
             return tile
     return None
 
@@ -1079,20 +1080,17 @@ def backward_warpgroup_tile(
 def backward_warpgroup_tiles(dim1: int, dim2: int, side: int) -> Iterator[BackwardWarpgroupTile]:
     """Tiles for a pair of buckets, the fastest first.
 
-    Accumulators of more than 128 columns, and of more than 64 beside many columns of the other
-    side, leave no registers to work ahead; those of more than 192 none for the logits: there the
-    fused kernel has no tile. The other side may have any head dimension that leaves two stages, or
-    else one buffer.
+    What the sums of dK leave of the registers goes to the stationary operands; sums of more than
+    128 columns leave none for the logits: there the fused kernel has no tile. The other side may
+    have any head dimension that leaves two stages, or else one buffer.
     """
     _, trained = _fixed_and_trained(dim1, dim2, side)
-    if trained > 192:
+    if trained > 128:
         return
-    is_wide = dim1 + dim2 > 256
-    is_pipelined = trained <= 64 or (trained <= 128 and not is_wide)
-    steps = (16 if is_wide else 8) if is_pipelined else 0
-    steps = min(steps, (dim1 + dim2) // 16)
+    spare = (128 if dim1 + dim2 > 256 else 192) - trained
+    steps = min(spare // 8, 12, (dim1 + dim2) // 16)
     for num_stages, num_buffers in ((5, 2), (4, 2), (3, 2), (2, 2), (2, 1)):
-        yield BackwardWarpgroupTile(2, num_stages, num_buffers, steps, is_pipelined)
+        yield BackwardWarpgroupTile(2, num_stages, num_buffers, steps)
 
 
 def backward_warpgroup_template(
@@ -1113,18 +1111,18 @@ def backward_warpgroup_template(
         ("kNumStages", tile.num_stages),
         ("kNumBuffers", tile.num_buffers),
         ("kRegisterSteps", tile.register_steps),
-        ("kIsPipelined", tile.is_pipelined),
         ("kHasDk", has_dk),
     )
 
 
 # Hopper's kernels that have a fixed order of sums.
 PAIR_KERNELS = ("backward_dq_sm90", "backward_dk_sm90")
-# A consumer's registers, and what it needs of them besides tiles and sums.
+# A consumer's registers, and what it needs of them besides tiles and sums: in dK's kernel more of
+# them where the sums are wide.
 CONSUMER_REGISTERS = 240
-SPARE_REGISTERS = {"backward_dq_sm90": 32, "backward_dk_sm90": 48}
+SPARE_REGISTERS, SPARE_REGISTERS_OF_WIDE_DK = 32, 48
 # More steps in registers were slower: what they take, the exponentials lack.
-MOST_STEPS = 12
+MOST_STEPS = {"backward_dq_sm90": 12, "backward_dk_sm90": 16}
 
 
 def pair_warpgroup_tile(
@@ -1144,12 +1142,13 @@ def pair_warpgroup_tiles(kernel: str, fixed: int, trained: int) -> Iterator[Pair
     Two consumers; the widest tiles whose logits and gradients leave room for the sums, as many
     stages as fit, and the rest of the registers for the stationary operands.
     """
-    registers = CONSUMER_REGISTERS - SPARE_REGISTERS[kernel]
+    is_wide_dk = kernel == "backward_dk_sm90" and trained > 128
+    registers = CONSUMER_REGISTERS - (SPARE_REGISTERS_OF_WIDE_DK if is_wide_dk else SPARE_REGISTERS)
     for block_cols in (64, 48, 32):
         left = registers - trained // 2 - block_cols - block_cols // 4
         if left < 0:
             continue
-        steps = min(left // 4, MOST_STEPS)
+        steps = min(left // 4, MOST_STEPS[kernel])
         fixed_steps = min(steps, fixed // 16)
         trained_steps = min(steps - fixed_steps, trained // 16)
         for fixed_stages, trained_stages in ((4, 4), (3, 4), (3, 3), (2, 3)):
@@ -1400,7 +1399,7 @@ def tile_candidates(
         return tuple(tile for tile in pair if tile.shared_memory(kernel, fixed, trained) <= limit)
     if kernel == "backward_fused_sm90":
         cut = backward_warpgroup_tiles(*dims, side)
-        return tuple(tile for tile in cut if tile.shared_memory(*dims) <= limit)
+        return tuple(tile for tile in cut if tile.shared_memory(*dims, side) <= limit)
     cuts = backward_tiles(kernel, *dims, side, problem.aligned)
     return tuple(tile for tile in cuts if tile.shared_memory(kernel, *dims) + STATIC_BYTES <= limit)
 

@@ -18,8 +18,14 @@ SKL_DEVICE void named_barrier_sync(int barrier) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
 }
 
-// The same; returns whether the condition holds for any thread. The vote changes nothing but that
-// the compiler knows the answer to be that of the whole warp.
+// The part of a warp that others wait for and that does not wait itself.
+template <int kThreads>
+SKL_DEVICE void named_barrier_arrive(int barrier) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
+}
+
+// Waits like the first; returns whether the condition holds for any thread. The vote changes
+// nothing but that the compiler knows the answer to be that of the whole warp.
 template <int kThreads>
 SKL_DEVICE bool named_barrier_any(int barrier, bool condition) {
     int any;

@@ -969,12 +969,12 @@ def test_few_queries_take_the_portable_fused_kernel(num_queries: int, generation
 
 
 def test_override_of_the_fused_tile() -> None:
-    tile = plan.BackwardWarpgroupTile(2, 2, 1, 0, False)
+    tile = plan.BackwardWarpgroupTile(2, 2, 1, 0)
     with plan.override(backward_tiles={"backward_fused_sm90": tile}):
         chosen = plan.backward(hopper_problem(), HOPPER, ("q2", "k2"), strategy="fused")
     assert chosen.sides[0].fused is not None
     cut = arguments(chosen.sides[0].fused)
-    names = ("kNumConsumers", "kNumStages", "kNumBuffers", "kRegisterSteps", "kIsPipelined")
+    names = ("kNumConsumers", "kNumStages", "kNumBuffers", "kRegisterSteps")
     assert tuple(cut[name] for name in names) == dataclasses.astuple(tile)
 
 
@@ -1022,8 +1022,10 @@ def test_shared_memory_of_the_fused_kernel(tmp_path: Path) -> None:
         values = (
             cut[f"k{key}"] for key in ("NumConsumers", "NumStages", "NumBuffers", "RegisterSteps")
         )
-        tile = plan.BackwardWarpgroupTile(*map(int, values), bool(cut["kIsPipelined"]))
-        planned = tile.shared_memory(int(cut["kHeadDim1"]), int(cut["kHeadDim2"]))
+        tile = plan.BackwardWarpgroupTile(*map(int, values))
+        planned = tile.shared_memory(
+            *(int(cut[f"k{key}"]) for key in ("HeadDim1", "HeadDim2", "Side"))
+        )
         assert planned - plan.MOST_BARRIER_BYTES < total <= planned, jit.render(name, template)
         # The swizzle permutes bits of an address below 1024.
         assert all(offset % 1024 == 0 for offset in offsets)
