@@ -9,8 +9,9 @@
 // heavy query tiles of a head first. Warpgroup 0 produces: one lane asks the copy engine for tiles.
 // Each further warpgroup consumes: it owns 64 query rows.
 //
-//   1. Q1 and Q2 are fetched; queries that live in registers pass through the first two stages of
-//   the ring.
+//   1. Q1 and Q2 are fetched behind the first tile of keys, so that a consumer starts as soon as
+//   its own rows are there; queries that live in registers pass through the first two stages of the
+//   ring instead.
 //   2. Tiles of K1 and K2 run through a ring of kNumStages buffers.
 //   3. S1 = Q1 K1^T and S2 = Q2 K2^T of a tile are multiplied together; tiles on the border of the
 //   key range are masked.
@@ -32,13 +33,15 @@
 #include "write_rows.cuh"
 
 template <int kHeadDim1, int kHeadDim2, int kNumConsumers_, int kBlockK_, int kNumStages_,
-          bool kQueriesInRegisters>
+          bool kQueriesInRegisters, bool kIsPacked>
 struct ForwardTraits {
     static constexpr int kNumConsumers = kNumConsumers_, kBlockK = kBlockK_,
                          kNumStages = kNumStages_;
     static constexpr int kBlockQ = 64 * kNumConsumers;
     static constexpr int kNumThreads = 128 * (kNumConsumers + 1);
 
+    // Packed queries are one box, others one for each consumer, with a barrier of its own.
+    static constexpr int kNumBoxes = kIsPacked ? 1 : kNumConsumers;
     static constexpr int kQ1Bytes = PanelTile<kHeadDim1>::num_bytes(kBlockQ);
     static constexpr int kQ2Bytes = PanelTile<kHeadDim2>::num_bytes(kBlockQ);
     static constexpr int kK1Bytes = PanelTile<kHeadDim1>::num_bytes(kBlockK);
@@ -60,16 +63,22 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     forward_sm90(const __grid_constant__ InputMaps maps,
                  const __grid_constant__ ForwardParams params) {
     using Traits = ForwardTraits<kHeadDim1, kHeadDim2, kNumConsumers, kBlockK, kNumStages,
-                                 kQueriesInRegisters>;
+                                 kQueriesInRegisters, kIsPacked>;
     using Tile1 = PanelTile<kHeadDim1>;
     using Tile2 = PanelTile<kHeadDim2>;
     extern __shared__ __align__(1024) unsigned char smem[];
     const uint32 sQ1 = shared_address(smem), sQ2 = sQ1 + Traits::kQ1Bytes;
     const uint32 sRing = sQ1 + Traits::kRingOffset;
     const uint32 ring_barriers = sQ1 + Traits::kBarrierOffset,
-                 query_barrier = ring_barriers + Ring<kNumStages>::kBytes;
+                 query_barriers = ring_barriers + Ring<kNumStages>::kBytes;
     Ring<kNumStages> ring(ring_barriers);
 
+    if (threadIdx.x == 0) {
+        tma_prefetch(&maps.k1);
+        tma_prefetch(&maps.k2);
+        tma_prefetch(&maps.q1);
+        tma_prefetch(&maps.q2);
+    }
     const ForwardBlock block = forward_block(params, blockIdx.x);
     const int batch_idx = block.batch_idx, head_idx = block.head_idx;
     const KeyRange& range = params.range;
@@ -79,7 +88,10 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
 
     if (threadIdx.x == 0) {
         Ring<kNumStages>::init(ring_barriers, 4 * kNumConsumers);
-        mbarrier_init(query_barrier, 1);
+        SKL_UNROLL
+        for (int box = 0; box < Traits::kNumBoxes; ++box) {
+            mbarrier_init(query_barriers + 8 * box, 1);
+        }
         mbarrier_fence_init();
     }
     __syncthreads();
@@ -88,9 +100,31 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
         give_registers<Traits::kProducerRegisters>();
         if (warp_id() != 0) return;
         const int lane = lane_id();
+        // The whole warp walks the tiles, so that the operands of the copies stay in uniform
+        // registers.
+        const int key_head1 = map_index(params.k1.head_stride, head_idx / params.group1);
+        const int key_head2 = map_index(params.k2.head_stride, head_idx / params.group2);
+        const int key_batch1 = map_index(params.k1.batch_stride, batch_idx),
+                  key_batch2 = map_index(params.k2.batch_stride, batch_idx);
+        const auto load_keys = [&](int tile) {
+            ring.producer_acquire();
+            if (lane == 0) {
+                const uint32 sK1 = sRing + ring.stage * Traits::kStageBytes;
+                ring.producer_expect(Traits::kStageBytes);
+                Tile1::template load<kBlockK>(sK1, maps.k1, tile * kBlockK, key_head1, key_batch1,
+                                              ring.full());
+                Tile2::template load<kBlockK>(sK1 + Traits::kK1Bytes, maps.k2, tile * kBlockK,
+                                              key_head2, key_batch2, ring.full());
+            }
+            __syncwarp();
+            ring.advance();
+        };
+        int tile = tiles.begin;
+        if (!kQueriesInRegisters && tile < tiles.end) load_keys(tile++);
         // 1. The queries.
         if (lane == 0) {
-            const int rows_of_box = params.heads_per_tile * params.queries_per_tile;
+            const int rows_of_box =
+                kIsPacked ? params.heads_per_tile * params.queries_per_tile : 64;
             const int bytes1 = Tile1::num_bytes(rows_of_box),
                       bytes2 = Tile2::num_bytes(rows_of_box);
             const int head1 = map_index(params.q1.head_stride, head_idx),
@@ -98,54 +132,45 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
             const int batch1 = map_index(params.q1.batch_stride, batch_idx),
                       batch2 = map_index(params.q2.batch_stride, batch_idx);
             // The map of packed queries has its heads before its rows.
-            const auto load1 = [&](uint32 tile, uint32 barrier) {
-                Tile1::template load<Traits::kBlockQ>(
-                    tile, maps.q1, kIsPacked ? head1 : block.first_query,
-                    kIsPacked ? block.first_query : head1, batch1, barrier);
+            const auto load1 = [&](uint32 tile_of_queries, int box, uint32 barrier) {
+                const int query = block.first_query + 64 * box;
+                Tile1::template load<Traits::kBlockQ>(tile_of_queries + 64 * 128 * box, maps.q1,
+                                                      kIsPacked ? head1 : query,
+                                                      kIsPacked ? query : head1, batch1, barrier);
             };
-            const auto load2 = [&](uint32 tile, uint32 barrier) {
-                Tile2::template load<Traits::kBlockQ>(
-                    tile, maps.q2, kIsPacked ? head2 : block.first_query,
-                    kIsPacked ? block.first_query : head2, batch2, barrier);
+            const auto load2 = [&](uint32 tile_of_queries, int box, uint32 barrier) {
+                const int query = block.first_query + 64 * box;
+                Tile2::template load<Traits::kBlockQ>(tile_of_queries + 64 * 128 * box, maps.q2,
+                                                      kIsPacked ? head2 : query,
+                                                      kIsPacked ? query : head2, batch2, barrier);
             };
             if constexpr (kQueriesInRegisters) {
-                ring.producer_expect(bytes1);
-                load1(sRing, ring.full());
+                ring.producer_expect(Traits::kNumBoxes * bytes1);
+                SKL_UNROLL
+                for (int box = 0; box < Traits::kNumBoxes; ++box) load1(sRing, box, ring.full());
                 ring.advance();
-                ring.producer_expect(bytes2);
-                load2(sRing + Traits::kStageBytes, ring.full());
+                ring.producer_expect(Traits::kNumBoxes * bytes2);
+                SKL_UNROLL
+                for (int box = 0; box < Traits::kNumBoxes; ++box) {
+                    load2(sRing + Traits::kStageBytes, box, ring.full());
+                }
             } else {
-                mbarrier_arrive_expect_bytes(query_barrier, bytes1 + bytes2);
-                load1(sQ1, query_barrier);
-                load2(sQ2, query_barrier);
+                SKL_UNROLL
+                for (int box = 0; box < Traits::kNumBoxes; ++box) {
+                    const uint32 barrier = query_barriers + 8 * box;
+                    mbarrier_arrive_expect_bytes(barrier, bytes1 + bytes2);
+                    load1(sQ1, box, barrier);
+                    load2(sQ2, box, barrier);
+                }
             }
         }
         if constexpr (kQueriesInRegisters) {
             ring.stage = 2 % kNumStages;
             ring.phase = kNumStages == 2 ? 1 : 0;
         }
-        // 2. The keys. The whole warp walks the loop, so that the operands of the copies stay in
-        // uniform registers.
-        const int key_head1 = map_index(params.k1.head_stride, head_idx / params.group1);
-        const int key_head2 = map_index(params.k2.head_stride, head_idx / params.group2);
-        const int batch1 = map_index(params.k1.batch_stride, batch_idx),
-                  batch2 = map_index(params.k2.batch_stride, batch_idx);
+        // 2. The other keys.
         SKL_NO_UNROLL
-        for (int tile = tiles.begin; tile < tiles.end; ++tile) {
-            ring.producer_acquire();
-            if (lane == 0) {
-                const uint32 sK1 = sRing + ring.stage * Traits::kStageBytes;
-                ring.producer_expect(Traits::kStageBytes);
-                Tile1::template load<kBlockK>(sK1, maps.k1, tile * kBlockK, key_head1, batch1,
-                                              ring.full());
-                Tile2::template load<kBlockK>(sK1 + Traits::kK1Bytes, maps.k2, tile * kBlockK,
-                                              key_head2, batch2, ring.full());
-            }
-            __syncwarp();
-            ring.advance();
-        }
-        // No copy may outlive its block.
-        if (!kQueriesInRegisters) mbarrier_wait(query_barrier, 0);
+        for (; tile < tiles.end; ++tile) load_keys(tile);
         return;
     }
 
@@ -179,7 +204,8 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     } else {
         queries1.load(sQ1, Traits::kBlockQ, 64 * (warpgroup - 1));
         queries2.load(sQ2, Traits::kBlockQ, 64 * (warpgroup - 1));
-        mbarrier_wait(query_barrier, 0);
+        // Also where no tile follows: no copy may outlive its block.
+        mbarrier_wait(query_barriers + 8 * (kIsPacked ? 0 : warpgroup - 1), 0);
     }
 
     SKL_NO_UNROLL

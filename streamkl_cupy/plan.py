@@ -167,6 +167,11 @@ class WarpgroupTile:
     def threads(self) -> int:
         return 128 * (self.num_consumers + 1)
 
+    def box_rows(self, heads: int) -> int:
+        """Queries that the copy engine brings at a time: those of a consumer, or of a whole tile
+        where heads are packed into it."""
+        return 64 if heads == 1 else self.stationary_rows // heads
+
     def fits(self, dim1: int, dim2: int, shared_memory: int) -> bool:
         if self.shared_memory(dim1, dim2) > shared_memory:
             return False
@@ -180,7 +185,7 @@ class WarpgroupTile:
     def shared_memory(self, dim1: int, dim2: int) -> int:
         row = _panel_row_bytes(dim1) + _panel_row_bytes(dim2)
         queries = 0 if self.queries_in_registers else self.stationary_rows * row
-        barriers = 8 * (2 * self.num_stages + 1)
+        barriers = 8 * (2 * self.num_stages + self.num_consumers)
         return queries + self.num_stages * self.block_k * row + barriers
 
 
@@ -529,7 +534,8 @@ def _forward(
         smem = tile.shared_memory(dim1, dim2)
         boxes = None
         if kernel == "forward_sm90":
-            boxes = (tile.stationary_rows // heads, tile.block_k)
+            assert isinstance(tile, WarpgroupTile)
+            boxes = (tile.box_rows(heads), tile.block_k)
         grid = blocks * num_splits
         kernels.append(KernelPlan(kernel, template, grid, tile.threads, smem, boxes))
         if num_splits > 1:

@@ -7,6 +7,11 @@ struct alignas(64) TensorMap {
     unsigned char bytes[128];
 };
 
+// Fetches a tensor map ahead of its first use.
+SKL_DEVICE void tma_prefetch(const TensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // Starts the copy of the box at (column, row, head, batch); the barrier counts its bytes.
 SKL_DEVICE void tma_load_4d(uint32 destination, const TensorMap* map, int column, int row, int head,
                             int batch, uint32 barrier) {
