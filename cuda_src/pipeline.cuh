@@ -41,9 +41,7 @@ struct Ring {
         mbarrier_arrive_expect_bytes(full(), num_bytes);
     }
     // Where warps fill the buffer themselves.
-    SKL_DEVICE void producer_commit(int lane) const {
-        mbarrier_arrive_warp(full(), lane);
-    }
+    SKL_DEVICE void producer_commit(int lane) const { mbarrier_arrive_warp(full(), lane); }
     SKL_DEVICE void consumer_wait() const { mbarrier_wait(full(), phase); }
     SKL_DEVICE void consumer_release(int lane) const { release(stage, lane); }
     SKL_DEVICE void release(int which_stage, int lane) const {
