@@ -246,6 +246,25 @@ SKL_DEVICE float equalize_factors(unsigned char* gradients, const float* factors
     return lowest;
 }
 
+// Four floats of dQ, in units of 1.
+template <class Element>
+struct Sums {
+    float v[4];
+    SKL_DEVICE Sums(float a, float b, float c, float d, float unscale) : v{a, b, c, d} {
+        SKL_UNROLL
+        for (int i = 0; i < 4; ++i) v[i] = is_same<Element, fp16> ? v[i] * unscale : v[i];
+    }
+    SKL_DEVICE void store(uint32 address) const {
+        uint32 bits[4];
+        SKL_UNROLL
+        for (int i = 0; i < 4; ++i) bits[i] = __float_as_uint(v[i]);
+        store_shared_128(address, bits);
+    }
+    SKL_DEVICE void add_to(float* address) const {
+        reduce_add_global(address, v[0], v[1], v[2], v[3]);
+    }
+};
+
 // dQ = dS K_t, of a panel of K_t.
 template <class Traits>
 SKL_DEVICE void multiply_dq(float (&dq)[2][Traits::kSumCols / 4], uint32 sGradient, uint32 sPanel) {
@@ -335,17 +354,12 @@ SKL_DEVICE void sum_tiles(const BackwardParams& params, const typename Traits::W
                 SKL_UNROLL
                 for (int i = 0; i < 4; ++i) {
                     const int e = 8 * half + 2 * i;
-                    float v[4] = {dq[0][e], dq[0][e + 1], dq[1][e], dq[1][e + 1]};
-                    if constexpr (is_same<Element, fp16>) {
-                        SKL_UNROLL
-                        for (int j = 0; j < 4; ++j) v[j] *= unscale;
-                    }
+                    const Sums<Element> sums(dq[0][e], dq[0][e + 1], dq[1][e], dq[1][e + 1],
+                                             unscale);
                     if constexpr (Traits::kIsStaged) {
-                        store_shared_128(sSum + i * 512 + lane * 16,
-                                         {__float_as_uint(v[0]), __float_as_uint(v[1]),
-                                          __float_as_uint(v[2]), __float_as_uint(v[3])});
+                        sums.store(sSum + i * 512 + lane * 16);
                     } else {
-                        reduce_add_global(gSum + i * 128 + lane * 4, v[0], v[1], v[2], v[3]);
+                        sums.add_to(gSum + i * 128 + lane * 4);
                     }
                 }
                 if constexpr (Traits::kIsStaged) {
@@ -507,7 +521,6 @@ SKL_DEVICE void consume(const BackwardParams& params, const unsigned char* smem,
                 ring.consumer_wait();
                 wgmma_fence();
                 multiply_logits(ring.stage);
-                wgmma_fence();
                 multiply_dk(stage);
                 pass_on_gradients();
                 wgmma_wait<0>();

@@ -421,6 +421,7 @@ def test_10000_calls_do_not_grow(door: Any, torch: Any, problem: Problem) -> Non
 
     device, host = calls(1000)
     device_after, host_after = calls(4000)
-    assert device_after <= device
-    # A leak of one small object a call would show.
+    # The thread of autograd may not have let go of the last call yet. A leak of one small object a
+    # call would show: the allocator hands out no fewer than 512 bytes.
+    assert device_after - device < 4000 * 512 // 2
     assert host_after - host < 400_000
