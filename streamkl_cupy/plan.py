@@ -1128,7 +1128,7 @@ PAIR_KERNELS = ("backward_dq_sm90", "backward_dk_sm90")
 CONSUMER_REGISTERS = 240
 SPARE_REGISTERS, SPARE_REGISTERS_OF_WIDE_DK = 32, 48
 # More steps in registers were slower: what they take, the exponentials lack.
-MOST_STEPS = {"backward_dq_sm90": 12, "backward_dk_sm90": 16}
+MOST_STEPS = 12
 
 
 def pair_warpgroup_tile(
@@ -1154,7 +1154,7 @@ def pair_warpgroup_tiles(kernel: str, fixed: int, trained: int) -> Iterator[Pair
         left = registers - trained // 2 - block_cols - block_cols // 4
         if left < 0:
             continue
-        steps = min(left // 4, MOST_STEPS[kernel])
+        steps = min(left // 4, MOST_STEPS)
         fixed_steps = min(steps, fixed // 16)
         trained_steps = min(steps - fixed_steps, trained // 16)
         for fixed_stages, trained_stages in ((4, 4), (3, 4), (3, 3), (2, 3)):

@@ -84,8 +84,9 @@ def test_what_is_launched_is_what_was_planned(driver: Driver) -> None:
     assert seen.device_index == 5
     assert (seen.grid, seen.block) == (kernel.grid, kernel.block)
     assert (seen.shared_memory, seen.stream) == (kernel.shared_memory, STREAM)
+    assert isinstance(chosen.tile, plan.WarpgroupTile)
     assert {tensor["box"] for tensor in seen.maps} == {
-        chosen.tile.stationary_rows,
+        chosen.tile.box_rows(chosen.heads_per_tile),
         chosen.tile.block_k,
     }
 
