@@ -104,13 +104,11 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
         compute_scores<Element, kHeadDim2, kRowTiles, kBlockQ>(s2, keys2, sQ2, lane2);
         // 4. Their gradients, written over the logits of the other side.
         auto& ds = kSide == 1 ? s2 : s1;
-        transposed_gradients<kSide>(ds, s1, s2, rows, 0, params, factor);
         const Interval all = range.all_of(first_query, last_query);
-        bool leaks = false;
-        if (first_key < all.begin || first_key + Tile::kRowsPerWarp > all.end ||
-            last_query >= range.num_queries) {
-            leaks = mask_transposed(ds, range, first_key, first_query);
-        }
+        const bool is_border = first_key < all.begin || first_key + Tile::kRowsPerWarp > all.end ||
+                               last_query >= range.num_queries;
+        transposed_gradients<kSide>(ds, s1, s2, rows, 0, params, factor);
+        const bool leaks = is_border && mask_transposed(ds, range, first_key, first_query);
         if constexpr (kNeedsRunningFactor<Element, kSide>) {
             // All warps add to one dQ, so they share one factor.
             if (threadIdx.x == 0) sLargest = 0;
