@@ -439,11 +439,12 @@ SKL_DEVICE void consume(const BackwardParams& params, const unsigned char* smem,
     };
     // Both consumers have as many turns; the first begins.
     int turns_left = (walk.head_end - walk.head_begin) * walk.num_tiles;
-    if (group == 1 && turns_left > 0) named_barrier_arrive<256>(Traits::kTurnBarrier);
+    const Turns turns = {Traits::kTurnBarrier, group};
+    if (turns_left > 0) turns.start();
     // Turns logits into dkl dS^T. Returns, to the whole warpgroup, whether a masked query may hold
     // a NaN or Inf.
     const auto find_gradients = [&](int stage, int first_query) {
-        named_barrier_sync<256>(Traits::kTurnBarrier + group);
+        turns.begin();
         const auto* rows = reinterpret_cast<const WeightedStatistics*>(smem + stage_offset(stage) +
                                                                        Traits::kQueryBytes);
         SKL_UNROLL
@@ -457,10 +458,7 @@ SKL_DEVICE void consume(const BackwardParams& params, const unsigned char* smem,
             }
         }
         pin_all(ds);  // above the end of the turn
-        // Nobody waits for the last turn.
-        if (group == 0 || turns_left > 1) {
-            named_barrier_arrive<256>(Traits::kTurnBarrier + 1 - group);
-        }
+        turns.end(turns_left > 1);
         --turns_left;
         if (!is_border(range, first_key, 64, first_query, kBlockQ)) return false;
         int first_key_here = first_key_of_warp;

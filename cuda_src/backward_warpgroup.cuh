@@ -245,10 +245,8 @@ SKL_DEVICE void sum_gradients(float (&sum)[2][Traits::kTrainedDim / 4], PairSmem
     ProductOperand operand = ProductOperand::zeros(smem.zeros());
     uint32 last_empty = 0;
     clear(sum);
-    constexpr int kTurnBarrier = 1 + Traits::kNumConsumers;
-    if (Traits::kTakesTurns && consumer == 1 && num_tiles > 0) {
-        named_barrier_arrive<256>(kTurnBarrier);
-    }
+    const Turns turns = {1 + Traits::kNumConsumers, consumer};
+    if (Traits::kTakesTurns && num_tiles > 0) turns.start();
     SKL_NO_UNROLL
     for (int i = 0; i < num_tiles; ++i) {
         if (work.next(smem)) {
@@ -274,13 +272,11 @@ SKL_DEVICE void sum_gradients(float (&sum)[2][Traits::kTrainedDim / 4], PairSmem
         pin_all(trained);
         smem.fixed.consumer_release(lane);
         smem.fixed.advance();
-        if constexpr (Traits::kTakesTurns) named_barrier_sync<256>(kTurnBarrier + consumer);
+        if constexpr (Traits::kTakesTurns) turns.begin();
         work.gradients(fixed, trained);
         if constexpr (Traits::kTakesTurns) {
-            pin_all(fixed);  // above the end of the turn; nobody waits for the last one
-            if (consumer == 0 || i + 1 < num_tiles) {
-                named_barrier_arrive<256>(kTurnBarrier + 1 - consumer);
-            }
+            pin_all(fixed);  // above the end of the turn
+            turns.end(i + 1 < num_tiles);
         }
         bool leaks = false;
         if (work.is_border()) {

@@ -13,8 +13,8 @@
 //   its own rows are there; queries that live in registers pass through the first two stages of the
 //   ring instead.
 //   2. Tiles of K1 and K2 run through a ring of kNumStages buffers.
-//   3. S1 = Q1 K1^T and S2 = Q2 K2^T of a tile are multiplied together; tiles on the border of the
-//   key range are masked.
+//   3. S1 = Q1 K1^T and S2 = Q2 K2^T of a tile are multiplied together, by two consumers in turn;
+//   tiles on the border of the key range are masked.
 //   4. The running state of each row takes the tile in. It stays private to the thread (its columns
 //   of its rows).
 //   5. The four threads of a row merge their states.
@@ -51,6 +51,11 @@ struct ForwardTraits {
                   "queries on their way to registers take one stage a side");
     static constexpr int kRingOffset = kQueriesInRegisters ? 0 : kQ1Bytes + kQ2Bytes;
     static constexpr int kBarrierOffset = kRingOffset + kNumStages * kStageBytes;
+
+    // Two consumers left to themselves fall into step, now and then for good: the matrix units then
+    // idle while both take exponentials. Three fill one another's gaps in any order.
+    static constexpr bool kTakesTurns = kNumConsumers == 2;
+    static constexpr int kTurnBarrier = 1;
 
     // Registers move from the producer to the consumers; the sum may not pass the file's 64 K.
     static constexpr int kProducerRegisters = kNumConsumers == 3 ? 32 : 24;
@@ -208,13 +213,17 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
         mbarrier_wait(query_barriers + 8 * (kIsPacked ? 0 : warpgroup - 1), 0);
     }
 
+    const Turns turns = {Traits::kTurnBarrier, warpgroup - 1};
+    if (Traits::kTakesTurns && tiles.begin < tiles.end) turns.start();
     SKL_NO_UNROLL
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
         const int first_key = tile * kBlockK;
         ring.consumer_wait();
+        if constexpr (Traits::kTakesTurns) turns.begin();
         if (!has_rows || first_key >= any.end || first_key + kBlockK <= any.begin) {
             ring.consumer_release(lane);
             ring.advance();
+            if constexpr (Traits::kTakesTurns) turns.end(tile + 1 < tiles.end);
             continue;
         }
         // 3. The logits.
@@ -229,6 +238,7 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
         pin_all(s2);
         ring.consumer_release(lane);
         ring.advance();
+        if constexpr (Traits::kTakesTurns) turns.end(tile + 1 < tiles.end);
         if (first_key < all.begin || first_key + kBlockK > all.end) {
             mask_scores(s1, s2, range, rows, first_key, params.masked_logit1, params.masked_logit2);
         }

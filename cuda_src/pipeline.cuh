@@ -3,9 +3,12 @@
 //
 // full[stage] completes when the bytes have landed, empty[stage] when every consumer warp has let
 // go. A phase bit that flips with every round tells a new filling from the last one.
+//
+// Turns keep two warpgroups out of step.
 #pragma once
 #include "base.cuh"
 #include "ptx/mbarrier.cuh"
+#include "ptx/sync.cuh"
 
 template <int kNumStages>
 struct Ring {
@@ -46,5 +49,21 @@ struct Ring {
     SKL_DEVICE void consumer_release(int lane) const { release(stage, lane); }
     SKL_DEVICE void release(int which_stage, int lane) const {
         mbarrier_arrive_warp(barriers + 8 * (kNumStages + which_stage), lane);
+    }
+};
+
+// Two warpgroups that do something in turn, as often as each other, the first one first. Takes two
+// named barriers.
+struct Turns {
+    int barrier, group;  // 0 or 1
+
+    // Before the first turn, unless there is none.
+    SKL_DEVICE void start() const {
+        if (group == 1) named_barrier_arrive<256>(barrier);
+    }
+    SKL_DEVICE void begin() const { named_barrier_sync<256>(barrier + group); }
+    // Nobody waits for the end of the last.
+    SKL_DEVICE void end(bool is_followed) const {
+        if (group == 0 || is_followed) named_barrier_arrive<256>(barrier + 1 - group);
     }
 };
