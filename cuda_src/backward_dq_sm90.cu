@@ -126,9 +126,8 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
                                     range.all_of(first_of_group, first_of_group + 63)};
     rows.load(batch_idx, head_idx);
     float dq[2][Traits::kTrainedDim / 4];
-    smem.skip_tiles(group_begin - tile_begin);
-    sum_gradients<Element>(dq, smem, rows, group_end - group_begin);
-    smem.skip_tiles(tile_end - group_end);
+    sum_gradients<Element>(dq, smem, rows, group_end - group_begin, group_begin - tile_begin,
+                           tile_end - group_end);
 
     // 5. The rows.
     float row_factor[2];

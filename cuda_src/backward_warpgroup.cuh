@@ -54,9 +54,12 @@ struct PairTraits {
     static constexpr int kWalkBytes = kStreamsQueries ? 32 : 0;
     static constexpr int kSmemBytes = kWalkOffset + kWalkBytes;
 
-    // Consumers of keys take turns with the exponentials: the matrix units work for one while the
-    // special function units work for the other. Of queries, they may have different tiles to do.
-    static constexpr bool kTakesTurns = kStreamsQueries && kNumConsumers == 2;
+    // Two consumers take turns, so that the matrix units work for one while the special function
+    // units work for the other: with the exponentials or with the products, whichever is faster.
+    // Narrow tiles lose by turns.
+    static constexpr bool kExponentialsInTurn = kStreamsQueries && kNumConsumers == 2;
+    static constexpr bool kProductsInTurn =
+        !kStreamsQueries && kSide == 1 && kNumConsumers == 2 && kBlockCols == 64;
 
     // Registers move from the producer to the consumers, out of those that the launch bounds give.
     static_assert(kNumConsumers == 2 || kNumConsumers == 3, "no other block is dealt out");
@@ -176,16 +179,14 @@ struct PairSmem {
         trained.advance();
     }
 
-    // Lets go of tiles that the warpgroup has no use for.
-    SKL_DEVICE void skip_tiles(int num_tiles) {
-        for (int i = 0; i < num_tiles; ++i) {
-            fixed.consumer_wait();
-            fixed.consumer_release(lane_id());
-            fixed.advance();
-            trained.consumer_wait();
-            trained.consumer_release(lane_id());
-            trained.advance();
-        }
+    // Lets go of a tile that the warpgroup has no use for.
+    SKL_DEVICE void skip_tile() {
+        fixed.consumer_wait();
+        fixed.consumer_release(lane_id());
+        fixed.advance();
+        trained.consumer_wait();
+        trained.consumer_release(lane_id());
+        trained.advance();
     }
 };
 
@@ -215,7 +216,8 @@ SKL_DEVICE void add_panels(float (&sum)[2][kHeadDim / 4], const uint32 (&ds)[kSt
     }
 }
 
-// sum[64 own rows][kTrainedDim] = dS times the trained tiles, over num_tiles tiles.
+// sum[64 own rows][kTrainedDim] = dS times the trained tiles, over num_tiles tiles. Before them and
+// after them the warpgroup lets tiles pass, and its turns with them, that only others work on.
 //
 // While the matrix units work on S of a tile and then on the third product of the tile before, this
 // warpgroup's logits wait for nothing but their own product: the exponentials run under the third
@@ -229,7 +231,8 @@ SKL_DEVICE void add_panels(float (&sum)[2][kHeadDim / 4], const uint32 (&ds)[kSt
 //   factor                     what dS is multiplied by
 template <class Element, class Traits, class Work>
 SKL_DEVICE void sum_gradients(float (&sum)[2][Traits::kTrainedDim / 4], PairSmem<Traits>& smem,
-                              Work& work, int num_tiles) {
+                              Work& work, int num_tiles, int skipped_before = 0,
+                              int skipped_after = 0) {
     constexpr int kCols = Traits::kBlockCols, kSide = Traits::kSide, kDim = Traits::kTrainedDim;
     const int lane = lane_id(), consumer = warp_id() / 4 - 1;
     typename Traits::FixedRows fixed_rows;
@@ -246,7 +249,19 @@ SKL_DEVICE void sum_gradients(float (&sum)[2][Traits::kTrainedDim / 4], PairSmem
     uint32 last_empty = 0;
     clear(sum);
     const Turns turns = {1 + Traits::kNumConsumers, consumer};
-    if (Traits::kTakesTurns && num_tiles > 0) turns.start();
+    const int num_turns = skipped_before + num_tiles + skipped_after;
+    if ((Traits::kExponentialsInTurn || Traits::kProductsInTurn) && num_turns > 0) turns.start();
+    const auto skip_tiles = [&](int first_turn, int num_skipped) {
+        SKL_NO_UNROLL
+        for (int turn = first_turn; turn < first_turn + num_skipped; ++turn) {
+            smem.skip_tile();
+            if constexpr (Traits::kProductsInTurn) {
+                turns.begin();
+                turns.end(turn + 1 < num_turns);
+            }
+        }
+    };
+    skip_tiles(0, skipped_before);
     SKL_NO_UNROLL
     for (int i = 0; i < num_tiles; ++i) {
         if (work.next(smem)) {
@@ -257,6 +272,7 @@ SKL_DEVICE void sum_gradients(float (&sum)[2][Traits::kTrainedDim / 4], PairSmem
         }
         // S of this tile, then the third product of the last one.
         smem.fixed.consumer_wait();
+        if constexpr (Traits::kProductsInTurn) turns.begin();
         wgmma_fence();
         fixed_rows.template multiply<Element, kCols>(fixed, smem.fixed_tile());
         smem.trained.consumer_wait();
@@ -268,13 +284,14 @@ SKL_DEVICE void sum_gradients(float (&sum)[2][Traits::kTrainedDim / 4], PairSmem
 
         // dS of this tile.
         wgmma_wait<1>();
+        if constexpr (Traits::kProductsInTurn) turns.end(skipped_before + i + 1 < num_turns);
         pin_all(fixed);
         pin_all(trained);
         smem.fixed.consumer_release(lane);
         smem.fixed.advance();
-        if constexpr (Traits::kTakesTurns) turns.begin();
+        if constexpr (Traits::kExponentialsInTurn) turns.begin();
         work.gradients(fixed, trained);
-        if constexpr (Traits::kTakesTurns) {
+        if constexpr (Traits::kExponentialsInTurn) {
             pin_all(fixed);  // above the end of the turn
             turns.end(i + 1 < num_tiles);
         }
@@ -310,4 +327,5 @@ SKL_DEVICE void sum_gradients(float (&sum)[2][Traits::kTrainedDim / 4], PairSmem
     wgmma_wait<0>();
     pin_all(sum);
     if (num_tiles > 0) mbarrier_arrive_warp(last_empty, lane);
+    skip_tiles(skipped_before + num_tiles, skipped_after);
 }
