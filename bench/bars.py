@@ -107,7 +107,7 @@ def text(bar: Mapping[str, Any]) -> str:
 
 
 def interpolated(points: Sequence[tuple[float, float]], at: float) -> float | None:
-    """The line through the two points whose first coordinates are nearest, at a place.
+    """The point at a place, or else the line there through the two points nearest to it.
 
     Parameters
     ----------
@@ -119,13 +119,15 @@ def interpolated(points: Sequence[tuple[float, float]], at: float) -> float | No
     Returns
     -------
     float or None
-        None if there are fewer than two points.
+        None if there is no point there, and fewer than two elsewhere.
 
     Examples
     --------
     >>> interpolated([(64, 400.0), (128, 600.0), (256, 650.0)], 80)
     450.0
     """
+    if at in (there := dict(points)):
+        return there[at]
     nearest = sorted(points, key=lambda point: abs(point[0] - at))[:2]
     if len(nearest) < 2:
         return None

@@ -201,6 +201,8 @@ class Case:
         if self.workload.causal:
             last = rows + self.workload.num_keys - self.workload.num_queries
             hidden = keys > last[:, None]
+            if self.workload.window is not None:
+                hidden |= keys < last[:, None] - self.workload.window
             s1.masked_fill_(hidden, -math.inf)
             s2.masked_fill_(hidden, -math.inf)
         return s1, s2

@@ -31,7 +31,7 @@ def problem_of(workload: Workload) -> problem.Problem:
         num_keys=workload.num_keys,
         head_dim1=workload.head_dim1,
         head_dim2=workload.head_dim2,
-        causal=workload.causal,
+        **workload.mask,
     )
 
 
@@ -81,9 +81,7 @@ def describe(case: Case) -> problem.Problem:
         )
         for name, tensor in zip(problem.INPUTS, case.inputs, strict=True)
     ]
-    return problem.describe(
-        *operands, causal=case.workload.causal, scale1=case.scale1, scale2=case.scale2
-    )
+    return problem.describe(*operands, **case.workload.mask, scale1=case.scale1, scale2=case.scale2)
 
 
 def forward_plan(case: Case) -> Any:
@@ -144,7 +142,7 @@ def unshared_forward_entry(case: Case) -> Entry:
     """The tile of many queries, and no keys split: neither among blocks nor among warps."""
     facts = launch.device_facts(case.q1.device.index or 0)
     dims = plan.bucket(case.workload.head_dim1), plan.bucket(case.workload.head_dim2)
-    tile = plan.forward_tile(*dims, plan.FEW_QUERIES + 1, facts)
+    tile = plan.forward_tile(*dims, plan.FEW_QUERIES + 1, False, facts)
     overrides = {"num_splits": 1, "forward_tile": tile}
     return forward_entry(case, label=", keys not shared", overrides=overrides)
 
@@ -166,7 +164,7 @@ def split_entries(case: Case) -> list[Entry]:
 
 def forward_state(case: Case) -> skl.KLState:
     """One call of the forward."""
-    return skl.attention_kl(*case.inputs, causal=case.workload.causal, return_state=True)
+    return skl.attention_kl(*case.inputs, **case.workload.mask, return_state=True)
 
 
 def forward_call(case: Case) -> Callable[[], Outputs]:
@@ -217,7 +215,7 @@ def backward_call(case: Case, strategy: str, deterministic: bool) -> Callable[[]
             *case.inputs,
             state,
             wrt=case.wrt,
-            causal=case.workload.causal,
+            **case.workload.mask,
             strategy=strategy,
             deterministic=deterministic,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2}
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
@@ -27,6 +28,8 @@ class Workload:
         1: P2 is trained, the backward gives dQ2 and dK2. 2: P1 is trained, dQ1 and dK1.
     group
         Query heads that share a key head, on both sides.
+    window
+        With `causal`: how many keys before its own a query sees. None for all.
     """
 
     heads: int
@@ -38,6 +41,7 @@ class Workload:
     causal: bool = False
     setting: int = 1
     group: int = 1
+    window: int | None = None
 
     def __post_init__(self) -> None:
         sizes = {
@@ -57,6 +61,8 @@ class Workload:
             raise ValueError(
                 f"setting: expected 1 (P2 trained) or 2 (P1 trained), got {self.setting}"
             )
+        if self.window is not None and not (self.causal and self.num_queries == self.num_keys):
+            raise ValueError("window: expected a causal square, got another problem")
         if self.heads % self.group:
             raise ValueError(
                 f"group: expected a divisor of the {self.heads} heads, got {self.group}"
@@ -66,6 +72,7 @@ class Workload:
     def name(self) -> str:
         """For instance ``bh32_q16384_k16384_d128x128_bf16_causal``."""
         mask = (f"_group{self.group}" if self.group > 1 else "") + "_causal" * self.causal
+        mask += "" if self.window is None else f"_window{self.window}"
         return (
             f"bh{self.heads}_q{self.num_queries}_k{self.num_keys}"
             f"_d{self.head_dim1}x{self.head_dim2}_{SHORT_DTYPES[self.dtype]}{mask}"
@@ -91,8 +98,11 @@ class Workload:
         """Pairs (query, key) that count as work, over all heads.
 
         A causal square counts as half of the full one, by custom; a causal rectangle counts the
-        pairs that its mask allows.
+        pairs that its mask allows, and so does a window.
         """
+        if self.window is not None:
+            seen = min(self.window + 1, self.num_keys)  # by all but the first rows
+            return float(self.heads * (self.num_queries * seen - seen * (seen - 1) // 2))
         if not self.causal:
             return float(self.num_rows * self.num_keys)
         if self.num_queries == self.num_keys:
@@ -101,6 +111,12 @@ class Workload:
         last = self.num_keys
         seeing = min(self.num_queries, last)
         return float(self.heads * (seeing * last - seeing * (seeing - 1) // 2))
+
+    @property
+    def mask(self) -> dict[str, Any]:
+        """What ``attention_kl`` takes of it."""
+        window = {} if self.window is None else {"window": (self.window, None)}
+        return {"causal": self.causal, **window}
 
     @property
     def forward_flops(self) -> float:
@@ -187,6 +203,7 @@ def shrunk(workload: Workload) -> Workload:
         heads=min(workload.heads, 8 * workload.group),
         num_queries=min(workload.num_queries, num_keys),
         num_keys=num_keys,
+        window=None if workload.window is None else min(workload.window, num_keys // 4),
     )
 
 

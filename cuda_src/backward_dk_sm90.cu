@@ -23,11 +23,12 @@
 #include "schedule.cuh"
 
 // A warpgroup's keys and where it stands among the queries; see sum_gradients.
-template <class Element, class Traits>
+template <class Element, class Traits, class Range>
 struct KeyRows {
     static constexpr int kSide = Traits::kSide, kBlockQ = Traits::kBlockCols;
     using Walk = QueryWalk<kSide, Traits::kBlockRows, kBlockQ>;
     const BackwardParams& params;
+    const Range& range;
     const Walk& walk;
     int first_of_group;
     int head_idx, first_query, query_end;
@@ -61,13 +62,12 @@ struct KeyRows {
     }
     SKL_DEVICE bool is_border() const {
         const int last = first_query + kBlockQ - 1;
-        const Interval all = params.range.all_of(first_query, last);
+        const Interval all = range.all_of(first_query, last);
         return first_of_group < all.begin || first_of_group + 64 > all.end ||
-               last >= params.range.num_queries;
+               last >= range.num_queries;
     }
     SKL_DEVICE bool mask(float (&ds)[2][kBlockQ / 4], const float (&)[2][kBlockQ / 4]) const {
-        return mask_transposed(ds, params.range, first_of_group + 16 * (warp_id() % 4),
-                               first_query);
+        return mask_transposed(ds, range, first_of_group + 16 * (warp_id() % 4), first_query);
     }
 };
 
@@ -103,7 +103,7 @@ SKL_DEVICE void produce(const InputMaps& maps, const BackwardParams& params, Pai
 }
 
 template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kNumConsumers, int kBlockQ,
-          int kFixedStages, int kTrainedStages, int kFixedSteps, int kTrainedSteps>
+          int kFixedStages, int kTrainedStages, int kFixedSteps, int kTrainedSteps, bool kHasBegin>
 __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     backward_dk_sm90(const __grid_constant__ InputMaps maps,
                      const __grid_constant__ BackwardParams params) {
@@ -116,7 +116,9 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     using Walk = QueryWalk<kSide, Traits::kBlockRows, kBlockQ>;
     static_assert(sizeof(Walk) <= Traits::kWalkBytes, "the walk fits its place");
     Walk& walk = *reinterpret_cast<Walk*>(smem_bytes + Traits::kWalkOffset);
-    if (threadIdx.x == 0) walk.start(params, blockIdx.x);
+    using Range = KeyRange<kHasBegin>;
+    const Range range(params.range);
+    if (threadIdx.x == 0) walk.start(params, range, blockIdx.x);
     const int warpgroup = warp_id() / 4;
     smem.init();
     __syncthreads();
@@ -130,14 +132,15 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     take_registers<Traits::kConsumerRegisters>();
     // 3. and 4. The tiles.
     const int tiles_of_head = ceil_div(walk.query_end - walk.query_begin, kBlockQ);
-    KeyRows<Element, Traits> rows{params,
-                                  walk,
-                                  walk.first_key + 64 * (warpgroup - 1),
-                                  walk.head_begin,
-                                  walk.query_begin - kBlockQ,
-                                  walk.query_end,
-                                  call_factor<Element>(params.max_dkl),
-                                  smem_bytes};
+    KeyRows<Element, Traits, Range> rows{params,
+                                         range,
+                                         walk,
+                                         walk.first_key + 64 * (warpgroup - 1),
+                                         walk.head_begin,
+                                         walk.query_begin - kBlockQ,
+                                         walk.query_end,
+                                         call_factor<Element>(params.max_dkl),
+                                         smem_bytes};
     float dk[2][Traits::kTrainedDim / 4];
     sum_gradients<Element>(dk, smem, rows, (walk.head_end - walk.head_begin) * tiles_of_head);
 

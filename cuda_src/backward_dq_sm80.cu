@@ -16,11 +16,12 @@
 #include "gradient.cuh"
 #include "key_range.cuh"
 #include "params.cuh"
+#include "schedule.cuh"
 #include "scores.cuh"
 #include "smem.cuh"
 
 template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kRowTiles, int kNumWarps,
-          int kBlockK, int kChunkK, int kNumStages, bool kIsAligned>
+          int kBlockK, int kChunkK, int kNumStages, bool kIsAligned, bool kHasBegin>
 __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     backward_dq_sm80(const BackwardParams params) {
     using Tile =
@@ -37,7 +38,7 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
               head_idx = head_of_batch % params.num_heads;
     const int first_query = block_idx * Tile::kBlockRows;
     const int first_row = first_query + warp_id() * Tile::kRowsPerWarp;
-    const KeyRange& range = params.range;
+    const KeyRange<kHasBegin> range(params.range);
 
     // 1. The queries and their statistics.
     const RowsOfHead gQ1 =
@@ -59,10 +60,10 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     queries2.load(sQ2 + warp_id() * Tile::kRowsPerWarp * kHeadDim2 * 2);
 
     // 2. The ring of key tiles.
-    const Interval visible = range.any_of(first_query, first_query + Tile::kBlockRows - 1);
-    const int tile_end = ceil_div(visible.end, kBlockK);
-    const auto load_stage = [&](int tile, int stage) {
-        if (tile < tile_end) {
+    const auto [tile_begin, tile_end] =
+        tiles_of<kBlockK>(range.any_of(first_query, first_query + Tile::kBlockRows - 1));
+    const auto load_stage = [&, end = tile_end](int tile, int stage) {
+        if (tile < end) {
             const uint32 sK1 = sRing + stage * Tile::kStageBytes;
             load_tile<kBlockK, kHeadDim1, Tile::kNumThreads, kIsAligned>(sK1, gK1, tile * kBlockK);
             load_tile<kBlockK, kHeadDim2, Tile::kNumThreads, kIsAligned>(
@@ -70,7 +71,6 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
         }
         cp_async_commit();  // empty at the end, so that the count of pending groups stays the same
     };
-    const int tile_begin = visible.begin / kBlockK;
     SKL_UNROLL
     for (int i = 0; i < kNumStages - 1; ++i) load_stage(tile_begin + i, i);
 

@@ -17,12 +17,14 @@
 #include "gradient.cuh"
 #include "key_range.cuh"
 #include "params.cuh"
+#include "schedule.cuh"
 
 // A warpgroup's queries and where it stands among the keys; see sum_gradients.
-template <class Element, class Traits>
+template <class Element, class Traits, class Range>
 struct QueryRows {
     static constexpr int kSide = Traits::kSide, kBlockK = Traits::kBlockCols;
     const BackwardParams& params;
+    const Range& range;
     int first_row;  // of the warp
     int first_key;
     Interval all;
@@ -31,7 +33,7 @@ struct QueryRows {
 
     // Of a row of this thread; those that do not exist take no part.
     SKL_DEVICE WeightedStatistics weighted_row(int line, int batch_idx, int head_idx) const {
-        const int num_queries = params.range.num_queries, query = first_row + row_of_line(line);
+        const int num_queries = range.num_queries, query = first_row + row_of_line(line);
         const int64 head =
             (static_cast<int64>(batch_idx) * params.num_heads + head_idx) * num_queries;
         const auto* rows =
@@ -72,12 +74,12 @@ struct QueryRows {
     }
     SKL_DEVICE bool mask(float (&ds)[2][kBlockK / 4],
                          const float (&trained)[2][kBlockK / 4]) const {
-        return mask_gradients(ds, trained, params.range, first_row, first_key);
+        return mask_gradients(ds, trained, range, first_row, first_key);
     }
 };
 
 template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kNumConsumers, int kBlockK,
-          int kFixedStages, int kTrainedStages, int kFixedSteps, int kTrainedSteps>
+          int kFixedStages, int kTrainedStages, int kFixedSteps, int kTrainedSteps, bool kHasBegin>
 __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     backward_dq_sm90(const __grid_constant__ InputMaps maps,
                      const __grid_constant__ BackwardParams params) {
@@ -91,9 +93,10 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     const int batch_idx = head_of_batch / params.num_heads,
               head_idx = head_of_batch % params.num_heads;
     const int first_query = block_idx * Traits::kBlockRows;
-    const KeyRange& range = params.range;
-    const Interval visible = range.any_of(first_query, first_query + Traits::kBlockRows - 1);
-    const int tile_begin = visible.begin / kBlockK, tile_end = ceil_div(visible.end, kBlockK);
+    using Range = KeyRange<kHasBegin>;
+    const Range range(params.range);
+    const auto [tile_begin, tile_end] =
+        tiles_of<kBlockK>(range.any_of(first_query, first_query + Traits::kBlockRows - 1));
     const int warpgroup = warp_id() / 4;
     smem.init();
     __syncthreads();
@@ -121,9 +124,9 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     const bool has_keys = first_of_group < range.num_queries && any.begin < any.end;
     const int group_begin = has_keys ? any.begin / kBlockK : tile_begin;
     const int group_end = has_keys ? ceil_div(any.end, kBlockK) : tile_begin;
-    QueryRows<Element, Traits> rows{params, first_of_group + 16 * (warp_id() % 4),
-                                    (group_begin - 1) * kBlockK,
-                                    range.all_of(first_of_group, first_of_group + 63)};
+    QueryRows<Element, Traits, Range> rows{params, range, first_of_group + 16 * (warp_id() % 4),
+                                           (group_begin - 1) * kBlockK,
+                                           range.all_of(first_of_group, first_of_group + 63)};
     rows.load(batch_idx, head_idx);
     float dq[2][Traits::kTrainedDim / 4];
     sum_gradients<Element>(dq, smem, rows, group_end - group_begin, group_begin - tile_begin,

@@ -39,7 +39,7 @@
 #include "warpgroup.cuh"
 
 template <class Element_, int kSide_, int kHeadDim1_, int kHeadDim2_, int kNumConsumers_,
-          int kNumStages_, int kNumBuffers_, int kRegisterSteps>
+          int kNumStages_, int kNumBuffers_, int kRegisterSteps, bool kHasBegin>
 struct FusedTraits {
     using Element = Element_;
     static constexpr int kSide = kSide_, kHeadDim1 = kHeadDim1_, kHeadDim2 = kHeadDim2_;
@@ -48,6 +48,7 @@ struct FusedTraits {
     static constexpr int kHeadDim = kSide == 1 ? kHeadDim1 : kHeadDim2;
     static constexpr int kBlockQ = 64, kBlockK = 64 * kNumConsumers;
     using Walk = StaggeredWalk<kSide, kBlockK, kBlockQ>;
+    using Range = KeyRange<kHasBegin>;
 
     static constexpr int kSteps1 = min_of(kRegisterSteps, kHeadDim1 / 16);
     using Keys1 = PanelMixed<kHeadDim1, kSteps1, kBlockK>;
@@ -99,7 +100,7 @@ struct FusedTraits {
 template <class Traits>
 SKL_DEVICE typename Traits::Walk walk_of_block(const BackwardParams& params) {
     typename Traits::Walk walk;
-    walk.start(params, blockIdx.x);
+    walk.start(params, typename Traits::Range(params.range), blockIdx.x);
     return walk;
 }
 
@@ -172,7 +173,8 @@ SKL_DEVICE void produce(const InputMaps& maps, const BackwardParams& params, uin
 }
 
 // Whether a mask runs through the tile of these keys and queries.
-SKL_DEVICE bool is_border(const KeyRange& range, int first_key, int num_keys, int first_query,
+template <class Range>
+SKL_DEVICE bool is_border(const Range& range, int first_key, int num_keys, int first_query,
                           int num_queries) {
     const Interval all = range.all_of(first_query, first_query + num_queries - 1);
     return first_key < all.begin || first_key + num_keys > all.end ||
@@ -203,8 +205,9 @@ SKL_DEVICE uint32 find_broken_keys(const unsigned char* keys) {
 // Writes NaN into a buffer of dS^T for every query that sees a broken key: the product for dQ is
 // about to read such keys as zero, for the sake of the queries that do not see them.
 template <class Traits>
-SKL_DEVICE void mark_broken_keys(unsigned char* gradients, uint32 broken, const KeyRange& range,
-                                 int first_key, int first_query) {
+SKL_DEVICE void mark_broken_keys(unsigned char* gradients, uint32 broken,
+                                 const typename Traits::Range& range, int first_key,
+                                 int first_query) {
     SKL_NO_UNROLL
     for (int row = threadIdx.x % 128; broken != 0; row += 128, broken >>= 1) {
         if ((broken & 1) == 0) continue;
@@ -302,10 +305,11 @@ SKL_DEVICE void sum_tiles(const BackwardParams& params, const typename Traits::W
     constexpr int kCols = kIsBroken ? 32 : Traits::kSumCols;
     const int lane = lane_id(), warp = warp_id() % 4;
     const uint32 sSums = base + Traits::kSumOffset + warp * Traits::kNumSums * Traits::kSumBytes;
+    const typename Traits::Range range(params.range);
     float unscale = 1.f / call_factor<Element>(params.max_dkl);
     Ring<Traits::kNumBuffers> gradients(base + Traits::kGradientBarriers);
     uint32 sum_offset = 0;
-    const int row_tiles_per_head = ceil_div(params.range.num_queries, 16);
+    const int row_tiles_per_head = ceil_div(range.num_queries, 16);
     float* scratch = params.dq_scratch +
                      (static_cast<int64>(walk.batch_idx) * params.num_heads + walk.head_begin) *
                          row_tiles_per_head * (16 * Traits::kHeadDim);
@@ -322,7 +326,7 @@ SKL_DEVICE void sum_tiles(const BackwardParams& params, const typename Traits::W
                                                      factors + gradients.stage * Traits::kNumWarps);
         }
         if constexpr (kIsBroken) {
-            mark_broken_keys<Traits>(smem + gradient_offset, broken, params.range, walk.first_key,
+            mark_broken_keys<Traits>(smem + gradient_offset, broken, range, walk.first_key,
                                      first_query);
             named_barrier_sync<128>(Traits::kSumBarrier);
         }
@@ -401,7 +405,7 @@ SKL_DEVICE void consume(const BackwardParams& params, const unsigned char* smem,
     using Element = typename Traits::Element;
     constexpr int kSide = Traits::kSide, kHeadDim = Traits::kHeadDim, kBlockQ = Traits::kBlockQ;
     constexpr int kElements = kBlockQ / 4;
-    const KeyRange& range = params.range;
+    const typename Traits::Range range(params.range);
     const int lane = lane_id(), warp = warp_id() - 8, group = warp / 4;
     const int first_key = walk.first_key + 64 * group,
               first_key_of_warp = walk.first_key + 16 * warp;
@@ -567,12 +571,12 @@ SKL_DEVICE void consume(const BackwardParams& params, const unsigned char* smem,
 }
 
 template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kNumConsumers, int kNumStages,
-          int kNumBuffers, int kRegisterSteps, bool kHasDk>
+          int kNumBuffers, int kRegisterSteps, bool kHasDk, bool kHasBegin>
 __global__ void __launch_bounds__(128 * (kNumConsumers + 2), 1)
     backward_fused_sm90(const __grid_constant__ InputMaps maps,
                         const __grid_constant__ BackwardParams params) {
     using Traits = FusedTraits<Element, kSide, kHeadDim1, kHeadDim2, kNumConsumers, kNumStages,
-                               kNumBuffers, kRegisterSteps>;
+                               kNumBuffers, kRegisterSteps, kHasBegin>;
     extern __shared__ __align__(1024) unsigned char smem[];
     const uint32 base = shared_address(smem);
     if (threadIdx.x == 0) {

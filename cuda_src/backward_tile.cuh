@@ -62,7 +62,10 @@ struct KeyBlock : QueryWalk<kSide, Tile_::kBlockRows, kBlockQ> {
     using Walk = QueryWalk<kSide, Tile::kBlockRows, kBlockQ>;
     using Walk::batch_idx, Walk::first_key, Walk::is_past, Walk::key_head_idx;
 
-    SKL_DEVICE void init(const BackwardParams& params) { Walk::start(params, blockIdx.x); }
+    template <class Range>
+    SKL_DEVICE void init(const BackwardParams& params, const Range& range) {
+        Walk::start(params, range, blockIdx.x);
+    }
 
     template <int kWhich>
     SKL_DEVICE void load_keys(const BackwardParams& params, uint32 tile, int head_idx) const {
@@ -131,9 +134,9 @@ SKL_DEVICE void transposed_gradients(float (&ds)[kLines][kElements],
 // Writes NaN into dS^T (in shared memory, [keys][queries]) for every query that sees a key with a
 // NaN or Inf in it: the product for dQ is about to read such keys as zero, for the sake of the
 // queries that do not see them.
-template <class Element, int kHeadDim, int kBlockKeys, int kBlockQ, int kNumThreads>
+template <class Element, int kHeadDim, int kBlockKeys, int kBlockQ, int kNumThreads, class Range>
 SKL_DEVICE void mark_broken_keys(unsigned char* gradients, const unsigned char* keys,
-                                 const KeyRange& range, int first_key, int first_query) {
+                                 const Range& range, int first_key, int first_query) {
     using Keys = TileLayout<kHeadDim>;
     using Gradients = TileLayout<ceil_div(kBlockQ, 32) * 32>;
     SKL_NO_UNROLL

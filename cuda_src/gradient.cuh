@@ -150,9 +150,9 @@ SKL_DEVICE uint32 finite_or_zero(uint32 packed) {
 // Zeroes dS where the row may not see the key. A key's own NaN or Inf must stay in the rows that
 // see it: those are marked with NaN here, and what the product reads of the key must be scrubbed if
 // this returns true. trained are the logits of the side that gets gradients.
-template <int kLines, int kElements>
+template <int kLines, int kElements, class Range>
 SKL_DEVICE bool mask_gradients(float (&ds)[kLines][kElements],
-                               const float (&trained)[kLines][kElements], const KeyRange& range,
+                               const float (&trained)[kLines][kElements], const Range& range,
                                int first_query, int first_key) {
     bool leaks = false;
     SKL_UNROLL
@@ -174,9 +174,9 @@ SKL_DEVICE bool mask_gradients(float (&ds)[kLines][kElements],
 // may hold a NaN or Inf, which must be scrubbed before dS^T multiplies it. One that sees any key
 // has NaN for statistics then, and with them for all of its dS^T, so that no logit has to outlive
 // its gradient; one that sees none shows nothing and counts as if it did.
-template <int kLines, int kElements>
-SKL_DEVICE bool mask_transposed(float (&ds)[kLines][kElements], const KeyRange& range,
-                                int first_key, int first_query) {
+template <int kLines, int kElements, class Range>
+SKL_DEVICE bool mask_transposed(float (&ds)[kLines][kElements], const Range& range, int first_key,
+                                int first_query) {
     bool leaks = false;
     const int first_col = first_query + col_of_element(0);  // of this thread
     SKL_UNROLL

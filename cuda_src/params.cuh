@@ -19,7 +19,7 @@ struct ForwardParams {
     RowsRef rows;
     float *kl, *lse1, *lse2, *lse1_low, *lse2_low;  // all but kl may be null
     float* partials;                                // [5][rows][num_splits], null without splits
-    KeyRange range;
+    KeyBounds range;
     int num_heads, group1, group2;  // query heads in all, and per key head of each side
     int head_dim1, head_dim2;
     int num_query_tiles, num_splits;  // of a head (or pack of heads), of a tile's keys
@@ -49,7 +49,7 @@ struct BackwardParams {
     void *dq, *dk;  // of the side that gets gradients
     RowsRef dq_rows, dk_rows;
     float* dq_scratch;  // fused only: [B H][row tiles of 16][head dim / 8][32 lanes][4]
-    KeyRange range;
+    KeyBounds range;
     int num_heads, group1, group2;
     int head_dim1, head_dim2;
     int num_blocks;        // blocks of stationary rows per head

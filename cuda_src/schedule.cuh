@@ -77,12 +77,19 @@ struct TileRange {
     int begin, end;
 };
 
+// The tiles that hold any of the keys; none where there are none.
 template <int kBlockK>
-SKL_HOST_DEVICE TileRange tiles_of_split(const KeyRange& range, int first_query, int num_queries,
+SKL_HOST_DEVICE TileRange tiles_of(const Interval& keys) {
+    const int begin = keys.begin / kBlockK;
+    return {begin, keys.begin < keys.end ? ceil_div(keys.end, kBlockK) : begin};
+}
+
+template <int kBlockK, class Range>
+SKL_HOST_DEVICE TileRange tiles_of_split(const Range& range, int first_query, int num_queries,
                                          int split_idx, int num_splits) {
-    const Interval keys = range.any_of(first_query, first_query + num_queries - 1);
-    const int begin = keys.begin / kBlockK, end = ceil_div(keys.end, kBlockK);
-    const int num_tiles = max_of(0, end - begin), share = num_tiles / num_splits,
+    const auto [begin, end] =
+        tiles_of<kBlockK>(range.any_of(first_query, first_query + num_queries - 1));
+    const int num_tiles = end - begin, share = num_tiles / num_splits,
               rest = num_tiles % num_splits;
     const int first = begin + split_idx * share + min_of(split_idx, rest);
     return {first, first + share + (split_idx < rest)};
@@ -100,14 +107,15 @@ struct QueryWalk {
     int head_begin, head_end;    // query heads of the group
     int query_begin, query_end;  // the queries that see any of the keys, from the start of a tile
 
-    SKL_HOST_DEVICE void start(const BackwardParams& params, uint32 block_idx) {
+    template <class Range>
+    SKL_HOST_DEVICE void start(const BackwardParams& params, const Range& range, uint32 block_idx) {
         const int group = kSide == 1 ? params.group1 : params.group2;
         const int num_key_heads = params.num_heads / group;
         const int key_head_of_batch = block_idx / params.num_blocks;
         batch_idx = key_head_of_batch / num_key_heads;
         key_head_idx = key_head_of_batch % num_key_heads;
         first_key = block_idx % params.num_blocks * kBlockRows;
-        const Interval queries = params.range.queries_of(first_key, first_key + kBlockRows - 1);
+        const Interval queries = range.queries_of(first_key, first_key + kBlockRows - 1);
         query_begin = queries.begin / kBlockQ * kBlockQ;
         query_end = queries.end;
         head_begin = key_head_idx * group;
@@ -139,8 +147,9 @@ struct StaggeredWalk : QueryWalk<kSide, kBlockRows, kBlockQ> {
     int num_tiles;  // of a head
     int start_query, heads_per_key;
 
-    SKL_HOST_DEVICE void start(const BackwardParams& params, uint32 block_idx) {
-        Walk::start(params, block_idx);
+    template <class Range>
+    SKL_HOST_DEVICE void start(const BackwardParams& params, const Range& range, uint32 block_idx) {
+        Walk::start(params, range, block_idx);
         num_tiles = ceil_div(query_end - query_begin, kBlockQ);
         const int64 block_of_head = block_idx % params.num_blocks;
         start_query =

@@ -21,14 +21,15 @@ SKL_DEVICE KlState merge_lanes(KlState state) {
     return state;
 }
 
-SKL_DEVICE void write_row(const ForwardParams& params, int batch_idx, int head_idx, int query_idx,
-                          const KlState& state) {
+template <class Range>
+SKL_DEVICE void write_row(const ForwardParams& params, const Range& range, int batch_idx,
+                          int head_idx, int query_idx, const KlState& state) {
     const RowsRef& rows = params.rows;
     const int64 at =
         batch_idx * rows.batch_stride + head_idx * rows.head_stride + query_idx * rows.row_stride;
     const RowResult result = finish(state);
     // Over one key both distributions are 1, and the rounding of 2^y has no place in their KL.
-    const bool has_one_key = params.range.end(query_idx) - params.range.begin(query_idx) == 1;
+    const bool has_one_key = range.end(query_idx) - range.begin(query_idx) == 1;
     params.kl[at] = has_one_key ? 0.f * result.kl : result.kl;
     if (params.lse1 != nullptr) {
         params.lse1[at] = result.lse1.high;
@@ -52,15 +53,17 @@ SKL_DEVICE void write_partial(const ForwardParams& params, int64 at, const KlSta
 }
 
 // The end of a row of the forward: finished, or one of the partial states of its splits.
-SKL_DEVICE void write_state(const ForwardParams& params, const ForwardBlock& block, int head_idx,
-                            int query_idx, const KlState& state) {
+template <class Range>
+SKL_DEVICE void write_state(const ForwardParams& params, const Range& range,
+                            const ForwardBlock& block, int head_idx, int query_idx,
+                            const KlState& state) {
     if (params.num_splits > 1) {
         const int64 row = (static_cast<int64>(block.batch_idx) * params.num_heads + head_idx) *
                               params.range.num_queries +
                           query_idx;
         write_partial(params, row * params.num_splits + block.split_idx, state);
     } else {
-        write_row(params, block.batch_idx, head_idx, query_idx, state);
+        write_row(params, range, block.batch_idx, head_idx, query_idx, state);
     }
 }
 

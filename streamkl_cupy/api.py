@@ -35,6 +35,7 @@ from streamkl_cupy.problem import (
     Operand,
     Problem,
     Strides,
+    Window,
     check_flag,
     check_gpu,
     check_head_dim,
@@ -42,6 +43,7 @@ from streamkl_cupy.problem import (
     check_output,
     check_rows,
     check_strategy,
+    check_window,
     check_wrt,
     describe,
     message,
@@ -52,6 +54,9 @@ ArrayT = TypeVar("ArrayT", bound=SupportsDLPack)
 
 _STATE = launch.STATE
 NULL_POINTERS = dict.fromkeys((*INPUTS, *_STATE, "dkl", *launch.GRADIENTS), 0)
+
+# causal, window and q_offset as the checks leave them.
+Mask: TypeAlias = tuple[bool, Window, int | None]
 
 # Shape and dtype of each result.
 Results: TypeAlias = Mapping[str, tuple[tuple[int, ...], str]]
@@ -71,6 +76,8 @@ def attention_kl(
     k2: ArrayT,
     *,
     causal: bool = ...,
+    window: Window | None = ...,
+    q_offset: int | None = ...,
     scale1: float | None = ...,
     scale2: float | None = ...,
     layout: str = ...,
@@ -85,6 +92,8 @@ def attention_kl(
     k2: SupportsDLPack,
     *,
     causal: bool = ...,
+    window: Window | None = ...,
+    q_offset: int | None = ...,
     scale1: float | None = ...,
     scale2: float | None = ...,
     layout: str = ...,
@@ -98,6 +107,8 @@ def attention_kl(
     k2: Any,
     *,
     causal: bool = False,
+    window: Window | None = None,
+    q_offset: int | None = None,
     scale1: float | None = None,
     scale2: float | None = None,
     layout: str = "bhnd",
@@ -122,7 +133,16 @@ def attention_kl(
         ``(B * H, N, D)`` and 2 ``(N, D)`` are accepted.
     causal
         Aligned to the bottom right, unlike torch's ``scaled_dot_product_attention``: query i
-        sees key j iff ``j <= i + N_K - N_Q``.
+        sees key j only if ``j <= i + N_K - N_Q``.
+    window
+        A sliding window ``(left, right)``: query i, whose place among the keys is
+        ``p = i + N_K - N_Q``, sees key j only if ``p - left <= j <= p + right``; -1 or None sets
+        no limit. With `causal` right is 0. The time goes with the width of the window: tiles
+        outside of it are never read.
+    q_offset
+        The place of query 0 among the keys instead of ``N_K - N_Q``, any int: for queries that
+        come in chunks, or keys of which each device holds a part. Queries may lie before the
+        first key or behind the last.
     scale1, scale2
         Factors of the logits, any finite number; by default ``D_t ** -0.5``.
     layout
@@ -169,12 +189,13 @@ def attention_kl(
     """
     # Take in.
     causal, scale1, scale2, layout = check_options(causal, scale1, scale2, layout)
+    mask = (causal, *check_window(window, q_offset))
     check_flag("return_state", return_state)
     inputs = interop.take_all(INPUTS, (q1, k1, q2, k2))
     outputs = {} if out is None else _take_state_outputs(out, return_state, inputs)
 
     # Describe.
-    problem = _describe(inputs.keys, causal, scale1, scale2, layout)
+    problem = _describe(inputs.keys, mask, scale1, scale2, layout)
     shape, _, _, index, _ = inputs.keys[0]
     row_dtype = "float64" if index == CPU else "float32"
     results = dict.fromkeys(_STATE if return_state else _STATE[:1], (shape[:-1], row_dtype))
@@ -182,7 +203,7 @@ def attention_kl(
         labels = {name: f"out.{name}" if return_state else "out" for name in outputs}
         _check_outputs(outputs, labels, results, ITEM_BYTES[row_dtype], inputs.operands(INPUTS))
     if index == CPU:
-        options = {"causal": causal, "scale1": scale1, "scale2": scale2, "layout": layout}
+        options = _options(mask, scale1, scale2, layout)
         values = _refer_forward(inputs.arrays, options, return_state, outputs)
         return values if out is None else out
 
@@ -218,6 +239,8 @@ def attention_kl_backward(
     *,
     wrt: Sequence[str] = ("q2", "k2"),
     causal: bool = False,
+    window: Window | None = None,
+    q_offset: int | None = None,
     scale1: float | None = None,
     scale2: float | None = None,
     layout: str = "bhnd",
@@ -232,7 +255,7 @@ def attention_kl_backward(
     dkl
         Upstream gradient in the shape of kl, of any strides from 0 up: float32 on a GPU, any
         float dtype on the CPU.
-    q1, k1, q2, k2, causal, scale1, scale2, layout
+    q1, k1, q2, k2, causal, window, q_offset, scale1, scale2, layout
         As given to `attention_kl`.
     state
         Its result with ``return_state=True``, or one of `KLState.from_lse`.
@@ -280,6 +303,7 @@ def attention_kl_backward(
     """
     # Take in.
     causal, scale1, scale2, layout = check_options(causal, scale1, scale2, layout)
+    mask = (causal, *check_window(window, q_offset))
     wrt = check_wrt(wrt)
     check_strategy(strategy, deterministic)
     inputs = interop.take_all(INPUTS, (q1, k1, q2, k2))
@@ -287,7 +311,7 @@ def attention_kl_backward(
     outputs = {} if out is None else _take_gradient_outputs(out, wrt, inputs)
 
     # Describe.
-    problem = _describe(inputs.keys, causal, scale1, scale2, layout)
+    problem = _describe(inputs.keys, mask, scale1, scale2, layout)
     shape, _, dtype, index, _ = inputs.keys[0]
     dkl_strides = _describe_rows(problem, shape[:-1], index, names, rows.keys)
     shapes = dict(zip(INPUTS, inputs.keys, strict=True))
@@ -298,7 +322,7 @@ def attention_kl_backward(
         others = inputs.operands(INPUTS) + rows.operands(_row_arguments(names))
         _check_outputs(outputs, labels, results, alignment, others)
     if index == CPU:
-        options = {"causal": causal, "scale1": scale1, "scale2": scale2, "layout": layout}
+        options = _options(mask, scale1, scale2, layout)
         values = _refer_backward(inputs.arrays, names, rows.arrays, wrt, options, outputs)
         return values if out is None else tuple(out)
 
@@ -341,6 +365,7 @@ def warmup(
     wrt: Sequence[str] = ("q2", "k2"),
     backward: bool = True,
     unaligned: bool = False,
+    windowed: bool = False,
     device: int | None = None,
     arch: str | None = None,
     progress: Callable[[int, int, str], None] | None = None,
@@ -362,6 +387,8 @@ def warmup(
         Whether to prepare the backward too.
     unaligned
         Prepare also for inputs whose addresses or strides are not multiples of 16 bytes.
+    windowed
+        Prepare also for calls with a window that has a left side.
     device
         Index of the card; by default the current one.
     arch
@@ -390,6 +417,7 @@ def warmup(
     wrt = check_wrt(wrt)
     check_flag("backward", backward)
     check_flag("unaligned", unaligned)
+    check_flag("windowed", windowed)
     check_head_dim("head_dim1", head_dim1)
     check_head_dim("head_dim2", head_dim2)
     if dtype not in GPU_DTYPES:
@@ -414,7 +442,7 @@ def warmup(
 
     force = env.force()
     plans: list[plan.ForwardPlan | plan.BackwardPlan] = []
-    for problem in _warmup_problems(head_dim1, head_dim2, dtype, unaligned):
+    for problem in _warmup_problems(head_dim1, head_dim2, dtype, unaligned, windowed):
         plans.append(plan.forward(problem, facts, force=force))
         for strategy in STRATEGIES if backward else ():
             plans.append(plan.backward(problem, facts, wrt, strategy=strategy, force=force))
@@ -435,8 +463,11 @@ def warmup(
         name = (item.kernel, item.template)
         kernels[name] = max(kernels.get(name, 0), item.shared_memory)
 
-    for aligned in (True, False) if unaligned else (True,):
-        for kernel, template, shared_memory in plan.forward_kernels(dtype, *dims, aligned, facts):
+    for aligned, has_begin in itertools.product(
+        (True, False) if unaligned else (True,), (False, True) if windowed else (False,)
+    ):
+        found = plan.forward_kernels(dtype, *dims, aligned, has_begin, facts)
+        for kernel, template, shared_memory in found:
             kernels.setdefault((kernel, template), shared_memory)
 
     for num_done, ((kernel, template), shared_memory) in enumerate(kernels.items()):
@@ -593,13 +624,26 @@ def _launch(
 @functools.lru_cache(maxsize=_REMEMBERED)
 def _describe(
     keys: tuple[interop.Key, ...],
-    causal: bool,
+    mask: Mask,
     scale1: float | None,
     scale2: float | None,
     layout: str,
 ) -> Problem:
     operands = map(interop.operand_of, INPUTS, keys)
-    return describe(*operands, causal=causal, scale1=scale1, scale2=scale2, layout=layout)
+    return describe(*operands, **_options(mask, scale1, scale2, layout))
+
+
+def _options(mask: Mask, scale1: float | None, scale2: float | None, layout: str) -> dict[str, Any]:
+    """As keywords, which the reference takes, too."""
+    causal, window, q_offset = mask
+    return {
+        "causal": causal,
+        "window": window,
+        "q_offset": q_offset,
+        "scale1": scale1,
+        "scale2": scale2,
+        "layout": layout,
+    }
 
 
 @functools.lru_cache(maxsize=_REMEMBERED)
@@ -769,12 +813,17 @@ def _rest(exact: Any, stored: Any) -> Any:
     return np.where(np.isfinite(rest), rest, 0.0)
 
 
-def _warmup_problems(head_dim1: int, head_dim2: int, dtype: str, unaligned: bool) -> list[Problem]:
+def _warmup_problems(
+    head_dim1: int, head_dim2: int, dtype: str, unaligned: bool, windowed: bool
+) -> list[Problem]:
     """One problem for each kind of plan that these head dimensions can have."""
     card = Device("cuda", 0)
     addresses = (ALIGNMENT_BYTES, ALIGNMENT_BYTES + ITEM_BYTES[dtype])
     problems = []
-    for num_queries, causal in itertools.product(plan.ROW_CLASSES, (False, True)):
+    masks: list[dict[str, Any]] = [{}, {"causal": True}]
+    if windowed:
+        masks.append({"window": (_WARMUP_KEYS // 2, 0)})
+    for num_queries, mask in itertools.product(plan.ROW_CLASSES, masks):
         for address in addresses if unaligned else addresses[:1]:
             operands = [
                 Operand(
@@ -792,5 +841,5 @@ def _warmup_problems(head_dim1: int, head_dim2: int, dtype: str, unaligned: bool
                     ("k2", _WARMUP_KEYS, head_dim2),
                 )
             ]
-            problems.append(describe(*operands, causal=causal))
+            problems.append(describe(*operands, **mask))
     return problems

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from scipy import special
 
 from streamkl_cupy import api, problem, reference
+from streamkl_cupy.problem import Window, check_window, lags_of
 
 Array = NDArray[Any]
 
@@ -139,6 +140,8 @@ def baseline_forward(
     k2: Any,
     *,
     causal: bool = False,
+    window: Window | None = None,
+    q_offset: int | None = None,
     scale1: float | None = None,
     scale2: float | None = None,
     layout: str = "bhnd",
@@ -152,7 +155,7 @@ def baseline_forward(
     ----------
     q1, k1, q2, k2
         NumPy arrays as in `streamkl_cupy.attention_kl`, of any float dtype.
-    causal, scale1, scale2, layout
+    causal, window, q_offset, scale1, scale2, layout
         As in `streamkl_cupy.attention_kl`.
 
     Returns
@@ -167,7 +170,8 @@ def baseline_forward(
     >>> baseline_forward(q, q, q, q)[0].tolist()
     [0.0, 0.0]
     """
-    textbook = _Textbook.of(q1, k1, q2, k2, causal, scale1, scale2, layout)
+    mask = causal, window, q_offset
+    textbook = _Textbook.of(q1, k1, q2, k2, mask, scale1, scale2, layout)
     outputs = [np.empty(textbook.q1.shape[:3], np.float32) for _ in range(3)]
     with np.errstate(all="ignore"):
         for block in textbook.blocks():
@@ -186,6 +190,8 @@ def baseline_backward(
     *,
     wrt: Sequence[str] = ("q2", "k2"),
     causal: bool = False,
+    window: Window | None = None,
+    q_offset: int | None = None,
     scale1: float | None = None,
     scale2: float | None = None,
     layout: str = "bhnd",
@@ -203,7 +209,7 @@ def baseline_backward(
         NumPy arrays as in `streamkl_cupy.attention_kl`, of any float dtype.
     wrt
         Names of the inputs whose gradients are wanted.
-    causal, scale1, scale2, layout
+    causal, window, q_offset, scale1, scale2, layout
         As in `streamkl_cupy.attention_kl`.
 
     Returns
@@ -219,7 +225,8 @@ def baseline_backward(
     >>> float(abs(dq2).max()), float(abs(dk2).max())
     (0.0, 0.0)
     """
-    textbook = _Textbook.of(q1, k1, q2, k2, causal, scale1, scale2, layout)
+    mask = causal, window, q_offset
+    textbook = _Textbook.of(q1, k1, q2, k2, mask, scale1, scale2, layout)
     upstream = _canonical(np.asarray(dkl, np.float32)[..., None], layout)[..., 0]
     inputs = {name: getattr(textbook, name) for name in INPUTS}
     sums = {name: np.zeros(inputs[name].shape, np.float32) for name in wrt}
@@ -295,6 +302,8 @@ def measure(
     dkl: Array,
     *,
     causal: bool = False,
+    window: Window | None = None,
+    q_offset: int | None = None,
     scale1: float | None = None,
     scale2: float | None = None,
     layout: str = "bhnd",
@@ -309,7 +318,7 @@ def measure(
         NumPy arrays as in `streamkl_cupy.attention_kl`.
     dkl
         Upstream gradient, of the shape of `q1` without its last axis.
-    causal, scale1, scale2, layout, wrt
+    causal, window, q_offset, scale1, scale2, layout, wrt
         As in `streamkl_cupy.attention_kl_backward`.
     cupy
         The module CuPy, to compute on its current device; None to compute on the CPU, where the
@@ -329,6 +338,8 @@ def measure(
     """
     options: dict[str, Any] = {
         "causal": causal,
+        "window": window,
+        "q_offset": q_offset,
         "scale1": scale1,
         "scale2": scale2,
         "layout": layout,
@@ -457,7 +468,7 @@ class _Textbook:
     k1: Array
     q2: Array
     k2: Array
-    causal: bool
+    lags: tuple[int, int]
     scale1: np.float32
     scale2: np.float32
 
@@ -468,7 +479,7 @@ class _Textbook:
         k1: Any,
         q2: Any,
         k2: Any,
-        causal: bool,
+        mask: tuple[bool, Window | None, int | None],
         scale1: float | None,
         scale2: float | None,
         layout: str,
@@ -476,7 +487,9 @@ class _Textbook:
         a, b, c, d = (_canonical(np.asarray(x, np.float32), layout) for x in (q1, k1, q2, k2))
         scale1 = a.shape[-1] ** -0.5 if scale1 is None else scale1
         scale2 = c.shape[-1] ** -0.5 if scale2 is None else scale2
-        return cls(a, b, c, d, causal, np.float32(scale1), np.float32(scale2))
+        causal, *where = mask
+        lags = lags_of(a.shape[2], b.shape[2], causal, *check_window(*where))
+        return cls(a, b, c, d, lags, np.float32(scale1), np.float32(scale2))
 
     def blocks(self) -> Iterator[_Block]:
         num_batches, num_heads, num_queries, _ = self.q1.shape
@@ -488,14 +501,13 @@ class _Textbook:
                     yield self._block(batch, head, start, min(start + step, num_queries))
 
     def _block(self, batch: int, head: int, start: int, stop: int) -> _Block:
-        num_heads, num_queries = self.q1.shape[1:3]
-        num_keys = self.k1.shape[2]
-        # Query i sees key j iff j <= i + N_K - N_Q.
-        ends = np.full(stop - start, num_keys)
-        if self.causal:
-            ends = np.clip(np.arange(start, stop) + 1 + num_keys - num_queries, 0, num_keys)
-        keys = slice(0, int(ends[-1]))
-        allowed = np.arange(keys.stop) < ends[:, None]
+        num_heads, num_keys = self.q1.shape[1], self.k1.shape[2]
+        begin_lag, end_lag = self.lags
+        rows = np.arange(start, stop)
+        begins, ends = (np.clip(rows + x, 0, num_keys) for x in (-begin_lag, 1 - end_lag))
+        keys = slice(int(begins[0]), max(int(begins[0]), int(ends[-1])))
+        places = np.arange(keys.start, keys.stop)
+        allowed = (places >= begins[:, None]) & (places < ends[:, None])
         sides = []
         for q, k, scale in ((self.q1, self.k1, self.scale1), (self.q2, self.k2, self.scale2)):
             key_head = head // (num_heads // k.shape[1])

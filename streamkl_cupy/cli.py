@@ -237,6 +237,8 @@ def _audit(options: argparse.Namespace) -> tuple[Payload, int]:
     report = audit.measure(
         *(arrays[name] for name in (*audit.INPUTS, "dkl")),
         causal=options.causal,
+        window=options.window,
+        q_offset=options.q_offset,
         scale1=options.scale1,
         scale2=options.scale2,
         layout=options.layout,
@@ -248,6 +250,8 @@ def _audit(options: argparse.Namespace) -> tuple[Payload, int]:
         "dtype": str(arrays["q1"].dtype),
         "shapes": {name: list(array.shape) for name, array in arrays.items()},
         "causal": options.causal,
+        "window": options.window,
+        "q_offset": options.q_offset,
         "scale1": options.scale1,
         "scale2": options.scale2,
         "layout": options.layout,
@@ -257,11 +261,17 @@ def _audit(options: argparse.Namespace) -> tuple[Payload, int]:
     return payload, OK if report.passes else BROKEN
 
 
+def _marks(payload: Payload, *names: str) -> str:
+    """What is set of some options."""
+    return "".join(f", {name} {payload[name]}" for name in names if payload[name] is not None)
+
+
 def _show_audit(payload: Payload, console: Console) -> None:
     shapes = "  ".join(f"{n} {tuple(s)}" for n, s in payload["shapes"].items() if n != "dkl")
     console.print(
         f"{payload['source']}: {shapes}, {payload['dtype']}, "
-        f"{'causal' if payload['causal'] else 'not causal'}\n"
+        f"{'causal' if payload['causal'] else 'not causal'}"
+        f"{_marks(payload, 'window', 'q_offset')}\n"
         f"Computed by {payload['computed_by']}.\n",
         highlight=False,
         markup=False,
@@ -462,6 +472,7 @@ def _warmup(options: argparse.Namespace) -> tuple[Payload, int]:
                     wrt=options.wrt,
                     backward=not options.forward_only,
                     unaligned=options.unaligned,
+                    windowed=options.windowed,
                     arch=options.arch,
                     progress=report,
                 )
@@ -783,6 +794,16 @@ def _parser() -> argparse.ArgumentParser:
     for name in _SHAPES:
         audited.add_argument("--" + name.replace("_", "-"), type=int, metavar="N")
     audited.add_argument("--causal", action="store_true", help="aligned to the bottom right")
+    audited.add_argument(
+        "--window",
+        nargs=2,
+        type=int,
+        metavar=("LEFT", "RIGHT"),
+        help="how many keys before and behind its place a query sees; -1 for no limit",
+    )
+    audited.add_argument(
+        "--q-offset", type=int, metavar="N", help="place of the first query among the keys"
+    )
     audited.add_argument("--layout", choices=problem.LAYOUTS, default="bhnd")
     audited.add_argument("--scale1", type=float, metavar="X", help="default: head_dim1 ** -0.5")
     audited.add_argument("--scale2", type=float, metavar="X", help="default: head_dim2 ** -0.5")
@@ -813,6 +834,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     warm.add_argument("--forward-only", action="store_true", help="no kernels of the backward")
     warm.add_argument("--unaligned", action="store_true", help="also for views off 16 bytes")
+    warm.add_argument("--windowed", action="store_true", help="also for sliding windows")
     warm.add_argument(
         "--arch", metavar="SM", help="build for this one, such as sm_90a, and load nothing"
     )

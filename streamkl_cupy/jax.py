@@ -32,12 +32,14 @@ from streamkl_cupy.problem import (
     Device,
     Operand,
     Problem,
+    Window,
     check_flag,
     check_options,
     check_reduction,
+    check_window,
     describe,
     message,
-    num_seeing,
+    rows_seeing,
 )
 
 _INSTALL = (
@@ -67,6 +69,8 @@ class _Options:
     """What is fixed when a call is traced."""
 
     causal: bool
+    window: Window
+    q_offset: int | None
     scale1: float | None
     scale2: float | None
     layout: str
@@ -80,6 +84,8 @@ def attention_kl(
     k2: Any,
     *,
     causal: bool = False,
+    window: Window | None = None,
+    q_offset: int | None = None,
     scale1: float | None = None,
     scale2: float | None = None,
     layout: str = "bhnd",
@@ -92,7 +98,7 @@ def attention_kl(
 
     Parameters
     ----------
-    q1, k1, q2, k2, causal, scale1, scale2, layout
+    q1, k1, q2, k2, causal, window, q_offset, scale1, scale2, layout
         As `streamkl_cupy.attention_kl` takes them; JAX arrays, tracers or NumPy arrays. On a GPU
         bfloat16 or float16. Options and scales are fixed when a call is traced. Note that
         ``causal=True`` is aligned to the bottom right, and that the default layout is not that of
@@ -141,12 +147,14 @@ def attention_kl(
     >>> jax.grad(loss)(k2).round(4).tolist()        # P2 - P1
     [[-0.25], [0.25]]
     """
-    for name, value in (("causal", causal), ("scale1", scale1), ("scale2", scale2)):
-        if isinstance(value, jax.core.Tracer):
+    fixed = {"causal": causal, "window": window, "q_offset": q_offset}
+    for name, value in (fixed | {"scale1": scale1, "scale2": scale2}).items():
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
             remedy = "name it in static_argnames of jax.jit"
-            remedy += ", or multiply the queries by it" if name != "causal" else ""
+            remedy += ", or multiply the queries by it" if name.startswith("scale") else ""
             raise TypeError(message(name, "a value that is known when traced", "a tracer", remedy))
     causal, scale1, scale2, layout = check_options(causal, scale1, scale2, layout)
+    window, q_offset = check_window(window, q_offset)
     check_flag("deterministic", deterministic)
     check_flag("return_lse", return_lse)
     check_reduction(reduction)
@@ -163,7 +171,7 @@ def attention_kl(
     if row_weights is not None and jax.numpy.iscomplexobj(row_weights):
         got = str(row_weights.dtype)
         raise TypeError(message("row_weights", "real weights", got, "pass its real part"))
-    options = _Options(causal, scale1, scale2, layout, deterministic)
+    options = _Options(causal, window, q_offset, scale1, scale2, layout, deterministic)
     kl, *lse = _compiled(
         q1, k1, q2, k2, row_weights, options=options, reduction=reduction, return_lse=return_lse
     )
@@ -214,14 +222,13 @@ def _reduce(kl: Any, row_weights: Any, problem: Problem, reduction: str) -> Any:
         return kl.sum()
     if reduction == "batchmean":
         return kl.sum() / max(kl.shape[0] if kl.ndim > 1 else 1, 1)
-    num_rows_seeing = num_seeing(problem.num_queries, problem.num_keys, problem.causal)
+    # Which rows see a key follows from the lengths.
+    first, stop = rows_seeing(problem.num_queries, problem.num_keys, problem.lags)
     if weights is None:
         heads = problem.batch * problem.num_heads
-        return kl.sum() / max(heads * num_rows_seeing, 1)
+        return kl.sum() / max(heads * (stop - first), 1)
     row_axis = 1 if problem.layout == "bnhd" else kl.ndim - 1
-    # The rows without a key are the first.
-    first = problem.num_queries - num_rows_seeing
-    total = jax.lax.slice_in_dim(weights, first, None, axis=row_axis).sum()
+    total = jax.lax.slice_in_dim(weights, first, stop, axis=row_axis).sum()
     # No weight at all: no row counts, and the mean of none is 0 as it is without weights.
     return kl.sum() / jax.numpy.where(total == 0, 1, total)
 
@@ -377,6 +384,8 @@ def _describe(inputs: Sequence[Any], options: _Options, device: Device) -> Probl
     return describe(
         *operands,
         causal=options.causal,
+        window=options.window,
+        q_offset=options.q_offset,
         scale1=options.scale1,
         scale2=options.scale2,
         layout=options.layout,
@@ -502,6 +511,8 @@ def _backward_on_cpu(*arrays: Any, options: _Options, wrt: tuple[str, ...]) -> l
 def _reference_options(options: _Options) -> dict[str, Any]:
     return {
         "causal": options.causal,
+        "window": options.window,
+        "q_offset": options.q_offset,
         "scale1": options.scale1,
         "scale2": options.scale2,
         "layout": options.layout,

@@ -30,7 +30,7 @@ MASKED_LOGIT = -1e18  # kMaskedLogit of kl_state.cuh
 # padding between them.
 _TENSOR = "Qqqq"
 _ROWS = "qqq"
-_RANGE = "iii"
+_RANGE = "iiiii"
 FORWARD_PARAMS = struct.Struct(
     "="
     + _TENSOR * 4
@@ -124,7 +124,7 @@ def forward(plan: ForwardPlan, problem: Problem, device_index: int) -> Chain:
             *_strides(problem.row),
             *map(Address, STATE),
             Address("workspace"),
-            *_key_range(problem),
+            *_key_bounds(problem),
             problem.num_heads,
             problem.group1,
             problem.group2,
@@ -245,7 +245,7 @@ def _backward_params(
             *_strides(gradient_strides(problem, dq)),
             *_strides(gradient_strides(problem, dk)),
             scratch,
-            *_key_range(problem),
+            *_key_bounds(problem),
             problem.num_heads,
             problem.group1,
             problem.group2,
@@ -287,8 +287,8 @@ def _strides(strides: Strides) -> tuple[int, int, int]:
     return strides.batch, strides.head, strides.row
 
 
-def _key_range(problem: Problem) -> tuple[int, int, int]:
-    return problem.num_queries, problem.num_keys, int(problem.causal)
+def _key_bounds(problem: Problem) -> tuple[int, ...]:
+    return problem.num_queries, problem.num_keys, int(problem.is_bounded), *problem.lags
 
 
 def _log2_scale(scale: float) -> float:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias, TypeVar, cast
 
-from streamkl_cupy.problem import Problem
+from streamkl_cupy.problem import NO_WINDOW, Problem
 
 BUCKETS = (32, 64, 96, 128, 192, 256)
 ELEMENTS = {"bfloat16": "bf16", "float16": "fp16"}
@@ -511,23 +511,30 @@ def _forward(
         assert not isinstance(choice.forward_tile, ForwardTile)
         tile, num_splits = warpgroup_tile(problem, device, choice)
         heads = heads_per_tile(problem, tile.stationary_rows)
-        template = warpgroup_template(problem.dtype, dim1, dim2, tile, heads > 1)
+        template = warpgroup_template(
+            problem.dtype, dim1, dim2, tile, heads > 1, problem.has_beginning
+        )
     else:
         heads = heads_per_tile(problem, FEW_QUERIES // max(1, problem.num_queries))
         rows = problem.num_queries * heads
-        narrow = choice.forward_tile or forward_tile(dim1, dim2, rows, device)
+        narrow = choice.forward_tile or forward_tile(
+            dim1, dim2, rows, problem.has_beginning, device
+        )
         assert isinstance(narrow, ForwardTile)
         heads = heads_per_tile(problem, min(heads, narrow.stationary_rows))
         aligned = problem.aligned
-        template = forward_template(problem.dtype, dim1, dim2, narrow, aligned, heads > 1)
+        template = forward_template(
+            problem.dtype, dim1, dim2, narrow, aligned, heads > 1, problem.has_beginning
+        )
         smem = narrow.shared_memory(dim1, dim2)
         fitting = (device.shared_memory_per_block + RESERVED_BYTES) // (smem + RESERVED_BYTES)
         resident, tile = max(1, min(narrow.blocks_per_sm, fitting)), narrow
         blocks = num_blocks(problem, tile, heads)
         num_splits = choice.num_splits or choose_splits(
-            blocks, max_splits(problem, tile), device.num_sms * resident
+            blocks, max_splits(problem, tile, heads), device.num_sms * resident
         )
-    num_splits = min(num_splits, max(1, _ceil_div(problem.num_keys, tile.block_k)))
+    visited = keys_of_tile(problem, tile.stationary_rows // heads)
+    num_splits = min(num_splits, max(1, _ceil_div(visited, tile.block_k)))
     blocks = num_blocks(problem, tile, heads)
     kernels = []
     if blocks > 0:
@@ -545,7 +552,7 @@ def _forward(
         f"{kernel}_{ELEMENTS[problem.dtype]}_d{dim1}x{dim2}"
         f"_q{tile.stationary_rows}_k{tile.block_k}_s{tile.num_stages}"
         f"{'' if problem.aligned else '_guarded'}{f'_pack{heads}' if heads > 1 else ''}"
-        f"{f'_split{num_splits}' if num_splits > 1 else ''}"
+        f"{f'_split{num_splits}' if num_splits > 1 else ''}{_mask_suffix(problem)}"
     )
     num_tiles = _ceil_div(problem.num_queries, tile.stationary_rows // heads)
     return ForwardPlan(
@@ -580,8 +587,44 @@ def num_blocks(problem: Problem, tile: ForwardTile | WarpgroupTile, heads: int) 
     return problem.batch * problem.num_heads // heads * num_tiles
 
 
-def max_splits(problem: Problem, tile: ForwardTile | WarpgroupTile) -> int:
-    return max(1, problem.num_keys // max(tile.block_k, MIN_KEYS_PER_SPLIT))
+def max_splits(problem: Problem, tile: ForwardTile | WarpgroupTile, heads: int) -> int:
+    visited = keys_of_tile(problem, tile.stationary_rows // heads)
+    return max(1, visited // max(tile.block_k, MIN_KEYS_PER_SPLIT))
+
+
+def keys_of_tile(problem: Problem, num_queries: int) -> int:
+    """The most keys that a tile of so many queries visits: those that any of its queries sees."""
+    if problem.mask != "window":
+        return problem.num_keys
+    begin_lag, end_lag = problem.lags
+    # All queries together see no more than from the first one's first to the last one's last.
+    last = problem.num_queries - 1
+    first, stop = (max(0, min(problem.num_keys, x)) for x in (-begin_lag, last + 1 - end_lag))
+    rows = min(num_queries, problem.num_queries)
+    return max(0, min(stop - first, begin_lag - end_lag + rows))
+
+
+def mean_keys(problem: Problem, num_queries: int) -> float:
+    """How many keys a tile of so many queries visits, in the mean over the tiles."""
+    if problem.mask == "full":
+        return problem.num_keys
+    if problem.mask == "causal" and problem.q_offset is None and problem.window[1] is None:
+        return problem.num_keys - min(problem.num_queries, problem.num_keys) / 2
+    begin_lag, end_lag = problem.lags
+    most = problem.num_keys
+    firsts = range(0, problem.num_queries, num_queries)
+    # A sample of the tiles is enough where there are many.
+    firsts = firsts[:: max(1, len(firsts) // 256)]
+    visited = 0
+    for first in firsts:
+        last = min(first + num_queries, problem.num_queries) - 1
+        begin, end = max(0, min(most, first - begin_lag)), max(0, min(most, last + 1 - end_lag))
+        visited += max(0, end - begin)
+    return visited / max(1, len(firsts))
+
+
+def _mask_suffix(problem: Problem) -> str:
+    return "" if problem.mask == "full" else f"_{problem.mask}"
 
 
 def reduce_splits(problem: Problem, num_splits: int) -> KernelPlan:
@@ -626,7 +669,7 @@ def warpgroup_tile(
         blocks = num_blocks(problem, tile, heads_per_tile(problem, tile.stationary_rows))
         # As many splits as so many waves of blocks have room for. Beyond sixteen blocks a
         # multiprocessor there is little left to even out.
-        most = max_splits(problem, tile)
+        most = max_splits(problem, tile, heads_per_tile(problem, tile.stationary_rows))
         waves = range(1, 17 if blocks else 1)
         found = {1, *(min(most, max(1, wave * device.num_sms // blocks)) for wave in waves)}
         for splits in (choice.num_splits,) if choice.num_splits else sorted(found):
@@ -654,11 +697,12 @@ def warpgroup_time(
 ) -> float:
     """What the forward would take, in the unit above.
 
-    Of equal blocks the last wave counts. Blocks that a causal mask makes unequal, the heavy ones
+    Of equal blocks the last wave counts. Blocks that a mask makes unequal, the heavy ones
     first, even out as far as the longest lets them; the shortest over the longest says how equal
     they are.
     """
-    blocks = num_blocks(problem, tile, heads_per_tile(problem, tile.stationary_rows)) * num_splits
+    heads = heads_per_tile(problem, tile.stationary_rows)
+    blocks = num_blocks(problem, tile, heads) * num_splits
     # Products take a time that goes with the head dims, exponentials one that does not.
     width = max(0.75, (bucket(problem.head_dim1) + bucket(problem.head_dim2)) / 256)
     step = TIME_OF_CONSUMERS[tile.num_consumers] * tile.block_k / 128
@@ -667,13 +711,14 @@ def warpgroup_time(
     def of_block(num_keys: float) -> float:
         return overhead + step * math.ceil(num_keys / tile.block_k / num_splits)
 
-    longest = of_block(problem.num_keys)
+    most = keys_of_tile(problem, tile.stationary_rows // heads)
+    longest = of_block(most)
     time = _ceil_div(blocks, device.num_sms) * longest
-    if problem.causal:
-        masked = min(problem.num_queries, problem.num_keys)
-        mean = of_block(problem.num_keys - masked / 2)
-        evened_out = max(longest, blocks * mean / device.num_sms)
-        equality = of_block(problem.num_keys - masked) / longest
+    if problem.mask != "full":
+        mean = mean_keys(problem, tile.stationary_rows // heads)
+        evened_out = max(longest, blocks * of_block(mean) / device.num_sms)
+        # The shortest is as far below the mean as the longest is above.
+        equality = of_block(max(0, 2 * mean - most)) / longest
         time = equality * time + (1 - equality) * evened_out
     return time + (MERGE_OVERHEAD / width if num_splits > 1 else 0)
 
@@ -700,7 +745,7 @@ def warpgroup_tiles(dim1: int, dim2: int, is_packed: bool) -> Iterator[Warpgroup
 
 
 def warpgroup_template(
-    dtype: str, dim1: int, dim2: int, tile: WarpgroupTile, is_packed: bool
+    dtype: str, dim1: int, dim2: int, tile: WarpgroupTile, is_packed: bool, has_begin: bool
 ) -> Template:
     """Template arguments of ``forward_sm90``."""
     return (
@@ -712,6 +757,7 @@ def warpgroup_template(
         ("kNumStages", tile.num_stages),
         ("kQueriesInRegisters", tile.queries_in_registers),
         ("kIsPacked", is_packed),
+        ("kHasBegin", has_begin),
     )
 
 
@@ -719,9 +765,11 @@ def warpgroup_template(
 FEW_QUERIES = 64
 
 
-def forward_tile(dim1: int, dim2: int, num_rows: int, device: DeviceFacts) -> ForwardTile:
+def forward_tile(
+    dim1: int, dim2: int, num_rows: int, has_begin: bool, device: DeviceFacts
+) -> ForwardTile:
     """Choose the tile of a pair of buckets; see `forward_tiles`."""
-    tiles = forward_tiles(dim1, dim2, num_rows)
+    tiles = forward_tiles(dim1, dim2, num_rows, has_begin)
     sizes = [tile.shared_memory(dim1, dim2) for tile in tiles]
     if num_rows <= FEW_QUERIES:
         # Bound by memory: what counts is bytes under way, and the list is in that order.
@@ -731,13 +779,13 @@ def forward_tile(dim1: int, dim2: int, num_rows: int, device: DeviceFacts) -> Fo
     return _best_that_fits("forward_sm80", (dim1, dim2), tiles, sizes, device)
 
 
-def forward_tiles(dim1: int, dim2: int, num_rows: int) -> tuple[ForwardTile, ...]:
+def forward_tiles(dim1: int, dim2: int, num_rows: int, has_begin: bool) -> tuple[ForwardTile, ...]:
     """Tiles for a pair of buckets and so many rows, the fastest first.
 
     Few rows take tiles whose warps share the keys, so that a block is bound by memory and not by
     one warp's products. Many queries take 32 rows a warp, which halves the shared memory traffic of
     the keys; past head dimensions of 256 in all, 16 rows a warp with the queries in registers, so
-    that two blocks still fit.
+    that two blocks still fit. Masks with a beginning need a few registers more.
     """
     total = dim1 + dim2
     if num_rows <= 16:
@@ -749,14 +797,20 @@ def forward_tiles(dim1: int, dim2: int, num_rows: int) -> tuple[ForwardTile, ...
     if num_rows <= FEW_QUERIES:
         return (ForwardTile(2, 2, 2, 64, 32, 2, False), ForwardTile(1, 4, 1, 32, 32, 2, True))
     if total <= 128:
-        return (ForwardTile(2, 4, 1, 64, 64, 2, True),)
+        return (ForwardTile(2, 4, 1, 64, 32 if has_begin else 64, 2, True),)
     if total <= 256:
         return (ForwardTile(2, 4, 1, 32, 32, 2, False), ForwardTile(2, 4, 1, 32, 16, 2, True))
     return (ForwardTile(1, 4, 1, 32, 32, 2, True), ForwardTile(1, 4, 1, 16, 16, 2, True))
 
 
 def forward_template(
-    dtype: str, dim1: int, dim2: int, tile: ForwardTile, aligned: bool, is_packed: bool
+    dtype: str,
+    dim1: int,
+    dim2: int,
+    tile: ForwardTile,
+    aligned: bool,
+    is_packed: bool,
+    has_begin: bool,
 ) -> Template:
     """Template arguments of ``forward_sm80``."""
     return (
@@ -772,6 +826,7 @@ def forward_template(
         ("kQueriesInRegisters", tile.queries_in_registers),
         ("kIsAligned", aligned),
         ("kIsPacked", is_packed),
+        ("kHasBegin", has_begin),
     )
 
 
@@ -878,7 +933,8 @@ def _backward(
         for side in sides
     ]
     guarded = "" if problem.aligned else "_guarded"
-    name = f"backward_{'_'.join(parts)}_{ELEMENTS[problem.dtype]}_{dims}{guarded}"
+    mask = _mask_suffix(problem)
+    name = f"backward_{'_'.join(parts)}_{ELEMENTS[problem.dtype]}_{dims}{guarded}{mask}"
     return BackwardPlan(name, device.arch, sides, max_dkl_offset, scratch_offset, workspace)
 
 
@@ -931,6 +987,7 @@ def _side(
                 name, problem.dtype, side, dim1, dim2, tile, problem.aligned, has_dk
             )
             smem = tile.shared_memory(name, dim1, dim2)
+        template = (*template, ("kHasBegin", problem.has_beginning))
         num_blocks = _ceil_div(num_rows, tile.stationary_rows)
         if num_blocks * num_heads == 0:
             return None, 0
@@ -1325,8 +1382,9 @@ def shape_of(problem: Problem) -> tuple[int, int, int]:
 
 def _tuned(problem: Problem, device: DeviceFacts, of: ProblemClass) -> Choice:
     """What was measured for this very shape, or else for one of its class."""
-    # Nothing is measured with rows off 16 bytes, whose loads are guarded.
-    alike = [one for one in device.tuned if one.problem_class == of] if problem.aligned else []
+    # Nothing is measured with rows off 16 bytes, whose loads are guarded, or with a window.
+    is_measured = problem.aligned and problem.window == NO_WINDOW and problem.q_offset is None
+    alike = [one for one in device.tuned if one.problem_class == of] if is_measured else []
     for one in alike:
         if one.shape == shape_of(problem):
             return one.choice
@@ -1398,7 +1456,11 @@ def tile_candidates(
     dims = bucket(problem.head_dim1), bucket(problem.head_dim2)
     limit = device.shared_memory_per_block
     if kernel == "forward_sm80":
-        few = dict.fromkeys(tile for n in ROW_CLASSES for tile in forward_tiles(*dims, n))
+        few = dict.fromkeys(
+            tile
+            for rows in ROW_CLASSES
+            for tile in forward_tiles(*dims, rows, problem.has_beginning)
+        )
         return tuple(tile for tile in few if tile.shared_memory(*dims) <= limit)
     if kernel == "forward_sm90":
         listed = warpgroup_tiles(*dims, heads_per_tile(problem, WARPGROUP_ROWS) > 1)
@@ -1443,7 +1505,7 @@ def forward_candidates(problem: Problem, device: DeviceFacts) -> dict[ForwardPla
             blocks = num_blocks(problem, free.tile, free.heads_per_tile)
             waves = [times * device.num_sms // max(1, blocks) for times in (1, 2, 3, 4)]
             for splits in dict.fromkeys((free.num_splits, 1, *waves)):
-                if 1 <= splits <= max_splits(problem, free.tile):
+                if 1 <= splits <= max_splits(problem, free.tile, free.heads_per_tile):
                     split = replace(choice, num_splits=splits)
                     found.setdefault(_forward(problem, device, None, split), split)
     return found
@@ -1499,25 +1561,30 @@ Specialisation: TypeAlias = tuple[str, Template]
 def specialisations(arch: str) -> tuple[Specialisation, ...]:
     """Everything that a plan can return on a card of this architecture, each once."""
     pairs = [(dim1, dim2) for dim1 in BUCKETS for dim2 in BUCKETS]
-    return _specialisations(arch, pairs, without_dk=pairs)
+    return _specialisations(arch, pairs, without_dk=pairs, windowed=pairs)
 
 
 def declared(arch: str) -> tuple[Specialisation, ...]:
     """The specialisations that the tests compile.
 
     For sm_80 and sm_90a every kernel, dtype, side and equal pair of head dims and the unequal pairs
-    that the benchmarks name; for others a sample of all, the same every time.
+    that the benchmarks name, with windows the two most common pairs; for others a sample of all,
+    the same every time.
     """
     if arch in FULLY_DECLARED:
         pairs = [(dim, dim) for dim in BUCKETS] + list(UNEQUAL_PAIRS)
-        found = _specialisations(arch, pairs, without_dk=[(128, 128)])
+        windowed = [(64, 64), (128, 128)]
+        found = _specialisations(arch, pairs, without_dk=[(128, 128)], windowed=windowed)
         return tuple(one for one in found if ("kIsAligned", False) not in one[1])
     everything = specialisations(arch)
     return tuple(random.Random(arch).sample(everything, min(SAMPLE_SIZE, len(everything))))
 
 
 def _specialisations(
-    arch: str, pairs: list[tuple[int, int]], without_dk: list[tuple[int, int]]
+    arch: str,
+    pairs: list[tuple[int, int]],
+    without_dk: list[tuple[int, int]],
+    windowed: list[tuple[int, int]],
 ) -> tuple[Specialisation, ...]:
     device = device_facts(arch)
     found: dict[Specialisation, None] = {}
@@ -1528,8 +1595,10 @@ def _specialisations(
         for dim1, dim2 in pairs:
             for dim in (dim1, dim2):
                 found["backward_finish", (("Element", element), ("kHeadDim", dim))] = None
-            for aligned in (True, False):
-                for kernel, template, _ in forward_kernels(dtype, dim1, dim2, aligned, device):
+            begins = (False, True) if (dim1, dim2) in windowed else (False,)
+            for aligned, has_begin in itertools.product((True, False), begins):
+                forwards = forward_kernels(dtype, dim1, dim2, aligned, has_begin, device)
+                for kernel, template, _ in forwards:
                     found[kernel, template] = None
                 for kernel, side in itertools.product(BACKWARD_KERNELS, (1, 2)):
                     only_dq = "fused" in kernel and (dim1, dim2) in without_dk
@@ -1555,24 +1624,24 @@ def _specialisations(
                             template = backward_warpgroup_template(
                                 dtype, side, dim1, dim2, fit, has_dk
                             )
-                        found[kernel, template] = None
+                        found[kernel, (*template, ("kHasBegin", has_begin))] = None
     return tuple(found)
 
 
 def forward_kernels(
-    dtype: str, dim1: int, dim2: int, aligned: bool, device: DeviceFacts
+    dtype: str, dim1: int, dim2: int, aligned: bool, has_begin: bool, device: DeviceFacts
 ) -> Iterator[tuple[str, Template, int]]:
     """Every kernel that the forward of a pair of buckets can take: its template arguments and its
     bytes of shared memory."""
     for num_rows, is_packed in itertools.product(ROW_CLASSES, (False, True)):
         if not (is_packed and num_rows > FEW_QUERIES):  # only few queries are packed
-            tile = forward_tile(dim1, dim2, num_rows, device)
-            template = forward_template(dtype, dim1, dim2, tile, aligned, is_packed)
+            tile = forward_tile(dim1, dim2, num_rows, has_begin, device)
+            template = forward_template(dtype, dim1, dim2, tile, aligned, is_packed, has_begin)
             yield "forward_sm80", template, tile.shared_memory(dim1, dim2)
     for is_packed in (False, True) if device.arch == "sm_90a" and aligned else ():
         for wide in warpgroup_tiles(dim1, dim2, is_packed):
             if _fits(wide, (dim1, dim2), device):
-                template = warpgroup_template(dtype, dim1, dim2, wide, is_packed)
+                template = warpgroup_template(dtype, dim1, dim2, wide, is_packed, has_begin)
                 yield "forward_sm90", template, wide.shared_memory(dim1, dim2)
     for lanes in (2, 4, 8, 16, 32):
         yield "reduce_splits", (("kLanesPerRow", lanes),), 0

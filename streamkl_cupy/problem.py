@@ -16,7 +16,7 @@ import numbers
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import permutations
-from typing import Any
+from typing import Any, TypeAlias
 
 INPUTS = ("q1", "k1", "q2", "k2")
 LAYOUTS = ("bhnd", "bnhd")
@@ -35,6 +35,10 @@ HEAD_DIM_STEP = 8
 # The kernels multiply logits by scale * log2(e) in float32.
 MAX_GPU_SCALE = 3.4028234e38 / math.log2(math.e)
 
+
+# How many keys before and behind its own place a query sees; None for all of them.
+Window: TypeAlias = tuple[int | None, int | None]
+NO_WINDOW: Window = (None, None)
 
 # Every valid value of wrt.
 _WRT = frozenset(names for count in range(1, 5) for names in permutations(INPUTS, count))
@@ -108,7 +112,7 @@ class Problem:
     batch, num_heads, num_key_heads1, num_key_heads2, num_queries, num_keys, head_dim1, head_dim2
         Sizes. ``num_heads`` counts the query heads; query head h uses key head ``h // group``.
     causal
-        Whether query i sees key j only if ``j <= i + num_keys - num_queries``.
+        Whether a query sees no key behind its own place.
     scale1, scale2
         Factors of the logits.
     layout
@@ -120,6 +124,10 @@ class Problem:
         Strides of kl, lse1, lse2 and the low parts, which are C-contiguous.
     aligned
         Whether every address and every stride of the inputs, in bytes, is a multiple of 16.
+    window
+        How many keys before and behind its place a query sees.
+    q_offset
+        The place of query 0 among the keys; None for ``num_keys - num_queries``.
     """
 
     dtype: str
@@ -141,6 +149,8 @@ class Problem:
     k2: Strides
     row: Strides
     aligned: bool
+    window: Window = NO_WINDOW
+    q_offset: int | None = None
     # A problem is looked up at every call, and hashing so many fields takes longer than the rest.
     _hash: int = field(init=False, repr=False, compare=False)
 
@@ -161,6 +171,28 @@ class Problem:
     def num_rows(self) -> int:
         """Number of query rows in all: batch * num_heads * num_queries."""
         return self.batch * self.num_heads * self.num_queries
+
+    @property
+    def lags(self) -> tuple[int, int]:
+        """Query i sees the keys from ``i - lags[0]`` through ``i - lags[1]``, as far as they
+        exist; see `lags_of`."""
+        return lags_of(self.num_queries, self.num_keys, self.causal, self.window, self.q_offset)
+
+    @property
+    def has_beginning(self) -> bool:
+        """Whether some query does not see the first key because it lies too far back."""
+        return self.lags[0] < self.num_queries - 1
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether some query does not see the last key because it lies too far ahead."""
+        return self.lags[1] > 1 - self.num_keys
+
+    @property
+    def mask(self) -> str:
+        """``"full"``, ``"causal"`` where only the end of what a query sees depends on the query,
+        or ``"window"``."""
+        return "window" if self.has_beginning else "causal" if self.is_bounded else "full"
 
     @property
     def group1(self) -> int:
@@ -205,6 +237,8 @@ def describe(
     k2: Operand,
     *,
     causal: bool = False,
+    window: Any = None,
+    q_offset: Any = None,
     scale1: float | None = None,
     scale2: float | None = None,
     layout: str = "bhnd",
@@ -218,7 +252,9 @@ def describe(
         ``"bhnd"``; ``"bnhd"`` swaps heads and length. Rank 3 is ``(BH, N, D)`` and rank 2
         ``(N, D)`` in both.
     causal
-        Whether query i sees key j only if ``j <= i + N_K - N_Q``.
+        Whether query i sees key j only if ``j <= i + offset``.
+    window, q_offset
+        As `check_window` takes them; the offset is ``N_K - N_Q`` unless given.
     scale1, scale2
         Factors of the logits; by default ``D ** -0.5`` of the side.
     layout
@@ -247,6 +283,7 @@ def describe(
     (4, 100, 0.125, Strides(batch=400, head=100, row=1))
     """
     causal, scale1, scale2, layout = check_options(causal, scale1, scale2, layout)
+    window, q_offset = check_window(window, q_offset)
     operands = (q1, k1, q2, k2)
     for operand in operands:
         check_dtype(operand.name, operand.dtype, operand.device)
@@ -296,6 +333,8 @@ def describe(
         k2=strides[3],
         row=_contiguous(num_heads, num_queries, 1, layout),
         aligned=all(map(_is_aligned, operands, strides)),
+        window=window,
+        q_offset=q_offset,
     )
 
 
@@ -341,6 +380,8 @@ def contiguous(
     head_dim1: int,
     head_dim2: int,
     causal: bool,
+    window: Any = None,
+    q_offset: Any = None,
 ) -> Problem:
     """Describe a call of contiguous, aligned arrays on a card, for planning without arrays.
 
@@ -369,7 +410,7 @@ def contiguous(
         operands.append(
             Operand(name, shape, strides, dtype, Device("cuda", 0), pointer=ALIGNMENT_BYTES)
         )
-    problem = describe(*operands, causal=causal)
+    problem = describe(*operands, causal=causal, window=window, q_offset=q_offset)
     check_gpu(problem)
     return problem
 
@@ -417,6 +458,52 @@ def check_options(
     if scale2 is not None:
         scale2 = _check_scale("scale2", scale2)
     return causal, scale1, scale2, layout
+
+
+def check_window(window: Any, q_offset: Any) -> tuple[Window, int | None]:
+    """Check a sliding window and the place of the first query.
+
+    Parameters
+    ----------
+    window
+        ``(left, right)``: a query sees so many keys before and behind its own place. Each is an
+        int from 0 up; -1 or None, and None for the pair, set no limit.
+    q_offset
+        The place of query 0 among the keys, any int; None leaves it to the lengths.
+
+    Returns
+    -------
+    tuple
+        The window with None where there is no limit, and the offset as int or None.
+
+    Raises
+    ------
+    TypeError
+        If one has the wrong type.
+    ValueError
+        If there are not two sides, or one is below -1.
+
+    Examples
+    --------
+    >>> check_window((4096, -1), None), check_window(None, -3)
+    (((4096, None), None), ((None, None), -3))
+    """
+    remedy = "pass how many keys a query sees on each side, for example window=(4096, 0)"
+    expected = "two whole numbers from 0 up, or -1 or None for no limit"
+    sides: tuple[Any, ...] = NO_WINDOW
+    if window is not None:
+        if not isinstance(window, tuple | list):
+            raise TypeError(message("window", f"a tuple of {expected}", _spell(window), remedy))
+        sides = tuple(window)
+        if not all(side is None or _is_int(side) for side in sides):
+            raise TypeError(message("window", expected, _spell(window), remedy))
+        if len(sides) != 2 or any(side is not None and side < -1 for side in sides):
+            raise ValueError(message("window", expected, _spell(window), remedy))
+    if q_offset is not None and not _is_int(q_offset):
+        remedy = "pass the place of the first query among the keys, or leave it out"
+        raise TypeError(message("q_offset", "a whole number", _spell(q_offset), remedy))
+    left, right = (None if side is None or side == -1 else int(side) for side in sides)
+    return (left, right), None if q_offset is None else int(q_offset)
 
 
 def check_flag(name: str, value: Any) -> None:
@@ -509,15 +596,57 @@ def check_reduction(reduction: Any) -> None:
         raise error(message("reduction", expected, repr(reduction), "leave it out for the default"))
 
 
-def num_seeing(num_queries: int, num_keys: int, causal: bool) -> int:
-    """How many rows of a head see a key. Those that see none are the first.
+def lags_of(
+    num_queries: int,
+    num_keys: int,
+    causal: bool,
+    window: Window = NO_WINDOW,
+    q_offset: int | None = None,
+) -> tuple[int, int]:
+    """Bring every mask into one form: query i sees the keys from ``i - begin_lag`` through
+    ``i - end_lag``, as far as they exist.
+
+    Returns
+    -------
+    tuple of int
+        Both lags, no smaller than ``-num_keys`` and no larger than ``num_queries``: further out no
+        query tells the difference.
 
     Examples
     --------
-    >>> num_seeing(5, 3, True), num_seeing(5, 3, False), num_seeing(5, 0, False)
-    (3, 5, 0)
+    >>> lags_of(5, 8, True), lags_of(5, 8, False), lags_of(5, 8, False, (2, 1), 0)
+    ((5, -3), (5, -8), (2, -1))
     """
-    return min(num_queries, num_keys) if causal else num_queries if num_keys else 0
+    offset = num_keys - num_queries if q_offset is None else q_offset
+    left, right = window
+    if causal:
+        right = 0
+    begin_lag = num_queries if left is None else left - offset
+    end_lag = -num_keys if right is None else -(offset + right)
+    begin_lag = max(-num_keys, min(num_queries, begin_lag))
+    return begin_lag, max(-num_keys, min(num_queries, end_lag))
+
+
+def rows_seeing(num_queries: int, num_keys: int, lags: tuple[int, int]) -> tuple[int, int]:
+    """Find the rows of a head that see a key: they are neighbours.
+
+    Returns
+    -------
+    tuple of int
+        The first one, and the first one behind the last.
+
+    Examples
+    --------
+    >>> rows_seeing(5, 3, lags_of(5, 3, True)), rows_seeing(5, 3, lags_of(5, 3, False))
+    ((2, 5), (0, 5))
+    >>> rows_seeing(5, 3, lags_of(5, 3, False, (0, 0), 0)), rows_seeing(5, 0, lags_of(5, 0, False))
+    ((0, 3), (0, 0))
+    """
+    if num_keys == 0:
+        return 0, 0
+    begin_lag, end_lag = lags
+    first = max(0, end_lag)
+    return first, max(first, min(num_queries, num_keys + begin_lag))
 
 
 def check_strategy(strategy: Any, deterministic: Any) -> None:
@@ -898,6 +1027,9 @@ def _check_shapes(
         if length > MAX_LENGTH:
             expected = f"a length of at most {MAX_LENGTH}"
             raise mismatch(position, expected, length, "split the sequence")
+    if num_queries + num_keys > MAX_LENGTH:
+        expected = f"a length that together with that of {names[0]} is at most {MAX_LENGTH}"
+        raise mismatch(1, expected, num_keys, "split the sequence")
 
 
 def _canonical(
@@ -939,6 +1071,11 @@ def _span(operand: Operand) -> tuple[int, int]:
     pairs = zip(operand.shape, operand.strides, strict=True)
     last = sum((length - 1) * stride for length, stride in pairs)
     return operand.pointer, operand.pointer + (last + 1) * ITEM_BYTES[operand.dtype]
+
+
+def _is_int(value: Any) -> bool:
+    # An int that torch.compile traces is an int to it, and no more.
+    return isinstance(value, int | numbers.Integral) and not isinstance(value, bool)
 
 
 def _spell(value: Any) -> str:

@@ -63,6 +63,8 @@ def attention_kl(
     k2: ArrayLike,
     *,
     causal: bool = ...,
+    window: tuple[int | None, int | None] | None = ...,
+    q_offset: int | None = ...,
     scale1: float | None = ...,
     scale2: float | None = ...,
     layout: str = ...,
@@ -76,6 +78,8 @@ def attention_kl(
     k2: ArrayLike,
     *,
     causal: bool = ...,
+    window: tuple[int | None, int | None] | None = ...,
+    q_offset: int | None = ...,
     scale1: float | None = ...,
     scale2: float | None = ...,
     layout: str = ...,
@@ -88,6 +92,8 @@ def attention_kl(
     k2: ArrayLike,
     *,
     causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    q_offset: int | None = None,
     scale1: float | None = None,
     scale2: float | None = None,
     layout: str = "bhnd",
@@ -104,7 +110,13 @@ def attention_kl(
     q2, k2
         The same of P2 (usually the student): ``(B, H, N_Q, D2)`` and ``(B, HK2, N_K, D2)``.
     causal
-        Aligned to the bottom right: query i sees key j iff ``j <= i + N_K - N_Q``.
+        Whether query i sees key j only if ``j <= i + offset``, where the offset is ``N_K - N_Q``
+        unless given: aligned to the bottom right.
+    window
+        ``(left, right)``: query i sees key j only if ``-left <= j - (i + offset) <= right``. -1 or
+        None sets no limit.
+    q_offset
+        The offset, any whole number.
     scale1, scale2
         Factors of the logits; ``D_t ** -0.5`` by default. Any finite value.
     layout
@@ -140,6 +152,7 @@ def attention_kl(
     True
     """
     side1, side2 = _sides(q1, k1, q2, k2, scale1, scale2, layout)
+    ranges = _key_ranges(side1, causal, window, q_offset)
     shape = np.shape(q1)[:-1]
     state = ReferenceState(np.zeros(shape), np.full(shape, -np.inf), np.full(shape, -np.inf))
     kl, lse1, lse2 = (_canonical_rows(array, layout) for array in state)
@@ -147,10 +160,9 @@ def attention_kl(
     with np.errstate(all="ignore"):
         for batch, head in _head_groups(side1, side2):
             keys1, keys2 = side1.keys(batch, head), side2.keys(batch, head)
-            for rows, allowed in _row_blocks(side1, causal):
-                num_seen = allowed.shape[1]
-                x1 = side1.logits(side1.queries(batch, head, rows), keys1[:, :num_seen])
-                x2 = side2.logits(side2.queries(batch, head, rows), keys2[:, :num_seen])
+            for rows, seen, allowed in _row_blocks(*ranges):
+                x1 = side1.logits(side1.queries(batch, head, rows), keys1[:, seen])
+                x2 = side2.logits(side2.queries(batch, head, rows), keys2[:, seen])
                 max1, max2 = _subtract_maximum(x1, allowed), _subtract_maximum(x2, allowed)
 
                 weight1 = np.exp(x1)
@@ -179,6 +191,8 @@ def attention_kl_backward(
     *,
     wrt: Sequence[str] = ("q2", "k2"),
     causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    q_offset: int | None = None,
     scale1: float | None = None,
     scale2: float | None = None,
     layout: str = "bhnd",
@@ -189,7 +203,7 @@ def attention_kl_backward(
     ----------
     dkl
         Upstream gradient, of the shape of ``q1`` without its last axis.
-    q1, k1, q2, k2, causal, scale1, scale2, layout
+    q1, k1, q2, k2, causal, window, q_offset, scale1, scale2, layout
         As given to `attention_kl`.
     state
         Its result with ``return_state=True``, or any object with float arrays ``kl``, ``lse1`` and
@@ -229,6 +243,7 @@ def attention_kl_backward(
     True
     """
     side1, side2 = _sides(q1, k1, q2, k2, scale1, scale2, layout)
+    ranges = _key_ranges(side1, causal, window, q_offset)
     _check_wrt(wrt)
     row_values = {"dkl": dkl, "kl": state.kl, "lse1": state.lse1, "lse2": state.lse2}
     for name, values in row_values.items():
@@ -250,11 +265,10 @@ def attention_kl_backward(
         for batch, head in _head_groups(side1, side2):
             keys = {t: side.keys(batch, head) for t, side in sides.items()}
             dkeys = {t: np.zeros_like(keys[t]) for t in trained if f"k{t}" in wrt}
-            for rows, allowed in _row_blocks(side1, causal):
-                num_seen = allowed.shape[1]
-                seen = {t: keys[t][:, :num_seen] for t in sides}
+            for rows, seen, allowed in _row_blocks(*ranges):
+                seen_keys = {t: keys[t][:, seen] for t in sides}
                 queries = {t: side.queries(batch, head, rows) for t, side in sides.items()}
-                logits = {t: side.logits(queries[t], seen[t]) for t, side in sides.items()}
+                logits = {t: side.logits(queries[t], seen_keys[t]) for t, side in sides.items()}
                 block = batch, head, rows, None
                 p1 = np.exp(logits["1"] - lse1[block])
                 for t in trained:
@@ -266,10 +280,10 @@ def attention_kl_backward(
                     dlogits *= upstream[block] * sides[t].scale
                     dlogits[:, ~allowed] = 0.0
                     if f"q{t}" in wrt:
-                        dqueries = _masked_product(dlogits, allowed, seen[t])
+                        dqueries = _masked_product(dlogits, allowed, seen_keys[t])
                         canonical[f"q{t}"][batch, head, rows] = dqueries
                     if f"k{t}" in wrt:
-                        dkeys[t][:, :num_seen] += _masked_product(
+                        dkeys[t][:, seen] += _masked_product(
                             dlogits.swapaxes(1, 2), allowed.T, queries[t]
                         )
             for t, totals in dkeys.items():
@@ -400,17 +414,46 @@ def _head_groups(side1: _Side, side2: _Side) -> Iterator[tuple[_Index, _Index]]:
         yield index // heads, index % heads
 
 
-def _row_blocks(side: _Side, causal: bool) -> Iterator[tuple[slice, _Bool]]:
-    """Slices of query rows, each with its mask ``(rows, keys)`` up to the last key that counts."""
+def _key_ranges(
+    side: _Side,
+    causal: bool,
+    window: tuple[int | None, int | None] | None,
+    q_offset: int | None,
+) -> tuple[_Index, _Index, int]:
+    """The first key that each query sees and the one behind its last, and the number of keys."""
     num_queries, num_keys = side.q.shape[2], side.k.shape[2]
+    offset = num_keys - num_queries if q_offset is None else int(q_offset)
+    left, right = (None, None) if window is None else window
+    if min(-1 if x is None else x for x in (left, right)) < -1:
+        raise ValueError(
+            f"window: expected two whole numbers from 0 up, or -1 or None for no limit, got "
+            f"{window!r}; pass how many keys a query sees on each side"
+        )
+    begins, ends = np.zeros(num_queries, np.intp), np.full(num_queries, num_keys, np.intp)
+    # Far from all keys one offset is like another, and sums stay in range.
+    far = num_queries + num_keys
+    places = np.arange(num_queries)
+    if left is not None and left != -1:
+        begins = np.clip(places + max(-far, min(far, offset - left)), 0, num_keys)
+    if causal or (right is not None and right != -1):
+        last = offset if causal or right is None else offset + right
+        ends = np.clip(places + 1 + max(-far, min(far, last)), 0, num_keys)
+    return begins, ends, num_keys
+
+
+def _row_blocks(
+    begins: _Index, ends: _Index, num_keys: int
+) -> Iterator[tuple[slice, slice, _Bool]]:
+    """Slices of query rows, each with the keys that any of them sees and the mask of these."""
     step = max(1, _BLOCK_ELEMENTS // max(num_keys, 1))
-    for start in range(0, num_queries, step):
-        stop = min(start + step, num_queries)
-        num_seen = np.full(stop - start, num_keys)
-        if causal:
-            num_seen = np.clip(np.arange(start, stop) + 1 + num_keys - num_queries, 0, num_keys)
-        if num_seen[-1] > 0:
-            yield slice(start, stop), np.arange(num_seen[-1]) < num_seen[:, None]
+    for start in range(0, len(ends), step):
+        rows = slice(start, min(start + step, len(ends)))
+        # Neither end ever decreases.
+        seen = slice(int(begins[rows][0]), int(ends[rows][-1]))
+        if seen.start < seen.stop:
+            keys = np.arange(seen.start, seen.stop)
+            allowed = (keys >= begins[rows, None]) & (keys < ends[rows, None])
+            yield rows, seen, allowed
 
 
 def _subtract_maximum(logits: _Float64, allowed: _Bool) -> _Float64:

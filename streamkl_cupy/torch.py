@@ -28,16 +28,20 @@ from typing import Any
 from streamkl_cupy import api
 from streamkl_cupy.problem import (
     INPUTS,
+    NO_WINDOW,
     REDUCTIONS,
     Device,
     Operand,
+    Window,
     check_flag,
     check_gpu,
     check_options,
     check_reduction,
+    check_window,
     describe,
+    lags_of,
     message,
-    num_seeing,
+    rows_seeing,
 )
 from streamkl_cupy.state import KLState
 
@@ -64,6 +68,8 @@ def attention_kl(
     k2: Tensor,
     *,
     causal: bool = False,
+    window: Window | None = None,
+    q_offset: int | None = None,
     scale1: float | None = None,
     scale2: float | None = None,
     layout: str = "bhnd",
@@ -76,7 +82,7 @@ def attention_kl(
 
     Parameters
     ----------
-    q1, k1, q2, k2, causal, scale1, scale2, layout
+    q1, k1, q2, k2, causal, window, q_offset, scale1, scale2, layout
         As `streamkl_cupy.attention_kl` takes them. What does not require grad costs nothing in the
         backward, and nothing is kept for it: detach the teacher, or run it under
         ``torch.no_grad()``. Note that ``causal=True`` is aligned to the bottom right, unlike
@@ -136,6 +142,7 @@ def attention_kl(
                 raise TypeError(message(name, "a real number", "a tensor", remedy))
     else:
         causal, scale1, scale2, layout = check_options(causal, scale1, scale2, layout)
+    (left, right), q_offset = check_window(window, q_offset)
     check_reduction(reduction)
     check_flag("return_lse", return_lse)
     if deterministic is None:
@@ -149,7 +156,7 @@ def attention_kl(
     if row_weights is not None:
         _check_row_weights(row_weights, q1)
 
-    options = (causal, scale1, scale2, layout, deterministic)
+    options = (causal, left, right, q_offset, scale1, scale2, layout, deterministic)
     is_differentiated = torch.is_grad_enabled() and (
         q1.requires_grad or k1.requires_grad or q2.requires_grad or k2.requires_grad
     )
@@ -169,7 +176,8 @@ def attention_kl(
 
     if reduction != "none" or row_weights is not None:
         num_keys = k1.shape[1 if k1.ndim == 4 and layout == "bnhd" else -2]
-        kl = _reduce(kl, num_keys, causal, layout, reduction, row_weights)
+        mask = causal, (left, right), q_offset
+        kl = _reduce(kl, num_keys, mask, layout, reduction, row_weights)
     return (kl, *lse[:2]) if return_lse else kl
 
 
@@ -178,7 +186,7 @@ class AttentionKLLoss(torch.nn.Module):
 
     Parameters
     ----------
-    causal, scale1, scale2, layout, deterministic
+    causal, window, q_offset, scale1, scale2, layout, deterministic
         As `attention_kl` takes them.
     reduction
         Likewise, but ``"mean"`` by default.
@@ -200,6 +208,8 @@ class AttentionKLLoss(torch.nn.Module):
         self,
         *,
         causal: bool = False,
+        window: Window | None = None,
+        q_offset: int | None = None,
         scale1: float | None = None,
         scale2: float | None = None,
         layout: str = "bhnd",
@@ -210,6 +220,7 @@ class AttentionKLLoss(torch.nn.Module):
         self.causal, self.scale1, self.scale2, self.layout = check_options(
             causal, scale1, scale2, layout
         )
+        self.window, self.q_offset = check_window(window, q_offset)
         check_reduction(reduction)
         if deterministic is not None:
             check_flag("deterministic", deterministic)
@@ -226,6 +237,8 @@ class AttentionKLLoss(torch.nn.Module):
             q2,
             k2,
             causal=self.causal,
+            window=self.window,
+            q_offset=self.q_offset,
             scale1=self.scale1,
             scale2=self.scale2,
             layout=self.layout,
@@ -237,7 +250,9 @@ class AttentionKLLoss(torch.nn.Module):
     def extra_repr(self) -> str:
         """The options, for ``repr``."""
         names = ("causal", "scale1", "scale2", "layout", "reduction", "deterministic")
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        masks = {"window": NO_WINDOW, "q_offset": None}
+        shown = [name for name, default in masks.items() if getattr(self, name) != default]
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in (*names, *shown))
 
 
 # Calls inside of it go to the kernel of an operator, past its formula.
@@ -296,13 +311,8 @@ class _Transformed(torch.autograd.Function):
         k1: Tensor,
         q2: Tensor,
         k2: Tensor,
-        causal: bool,
-        scale1: float | None,
-        scale2: float | None,
-        layout: str,
-        deterministic: bool,
+        *options: Any,
     ) -> Any:
-        options = (causal, scale1, scale2, layout, deterministic)
         return _attention_kl_state(q1, k1, q2, k2, *options)
 
     @staticmethod
@@ -376,7 +386,7 @@ def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, dkl: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     """The formula of the gradient, as an operator has it."""
-    return _gradients(ctx, dkl) + (None,) * 5
+    return _gradients(ctx, dkl) + (None,) * len(ctx.options)
 
 
 def _gradients(ctx: Any, dkl: Tensor) -> tuple[Tensor | None, ...]:
@@ -394,7 +404,7 @@ def _gradients(ctx: Any, dkl: Tensor) -> tuple[Tensor | None, ...]:
 def _reduce(
     kl: Tensor,
     num_keys: int,
-    causal: bool,
+    mask: tuple[bool, Window, int | None],
     layout: str,
     reduction: str,
     row_weights: Tensor | None,
@@ -402,7 +412,7 @@ def _reduce(
     # Which rows see a key follows from the lengths: nothing is read back from the device.
     axis = 1 if kl.ndim == 3 and layout == "bnhd" else kl.ndim - 1
     num_queries = kl.shape[axis]
-    num_rows_seeing = num_seeing(num_queries, num_keys, causal)
+    first, stop = rows_seeing(num_queries, num_keys, lags_of(num_queries, num_keys, *mask))
     weighted = kl if row_weights is None else kl * row_weights
     if reduction == "none":
         return weighted
@@ -412,13 +422,11 @@ def _reduce(
     if reduction == "batchmean":
         return total / (max(kl.shape[0], 1) if kl.ndim > 1 else 1)
     if row_weights is None:
-        num_rows = num_rows_seeing
+        num_rows = stop - first
         for position, length in enumerate(kl.shape):
             num_rows *= length if position != axis else 1
         return total / max(num_rows, 1)
-    # The rows without a key are the first.
-    first = num_queries - num_rows_seeing
-    seeing = row_weights.expand(kl.shape).narrow(axis, first, num_rows_seeing)
+    seeing = row_weights.expand(kl.shape).narrow(axis, first, stop - first)
     divisor = seeing.sum(dtype=kl.dtype)
     return total / torch.where(divisor == 0, 1.0, divisor)
 
@@ -454,29 +462,28 @@ def _not_a_tensor(name: str, value: Any) -> str:
 # The operators: kernels.
 
 
+def _keywords(options: Sequence[Any]) -> dict[str, Any]:
+    """What both functions of `api` take of an operator's options."""
+    causal, left, right, q_offset, scale1, scale2, layout, _ = options
+    return {
+        "causal": causal,
+        "window": (left, right),
+        "q_offset": q_offset,
+        "scale1": scale1,
+        "scale2": scale2,
+        "layout": layout,
+    }
+
+
 def _run_attention_kl(q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, *options: Any) -> Tensor:
-    causal, scale1, scale2, layout, _ = options
-    kl: Tensor = api.attention_kl(
-        q1, k1, q2, k2, causal=causal, scale1=scale1, scale2=scale2, layout=layout
-    )
+    kl: Tensor = api.attention_kl(q1, k1, q2, k2, **_keywords(options))
     return kl
 
 
 def _run_attention_kl_state(
     q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, *options: Any
 ) -> tuple[Any, ...]:
-    causal, scale1, scale2, layout, _ = options
-    state = api.attention_kl(
-        q1,
-        k1,
-        q2,
-        k2,
-        causal=causal,
-        scale1=scale1,
-        scale2=scale2,
-        layout=layout,
-        return_state=True,
-    )
+    state = api.attention_kl(q1, k1, q2, k2, **_keywords(options), return_state=True)
     # In float64 nothing is missing, but an operator always returns tensors, and no two alike.
     lows = [
         torch.zeros_like(state.kl) if low is None else low
@@ -487,7 +494,7 @@ def _run_attention_kl_state(
 
 def _run_attention_kl_backward(dkl: Tensor, *arguments: Any) -> list[Tensor]:
     q1, k1, q2, k2, *state = arguments[:9]
-    wrt, causal, scale1, scale2, layout, deterministic = arguments[9:]
+    wrt, *options = arguments[9:]
     gradients = api.attention_kl_backward(
         dkl,
         q1,
@@ -496,11 +503,8 @@ def _run_attention_kl_backward(dkl: Tensor, *arguments: Any) -> list[Tensor]:
         k2,
         KLState(*state),
         wrt=wrt,
-        causal=causal,
-        scale1=scale1,
-        scale2=scale2,
-        layout=layout,
-        deterministic=deterministic,
+        **_keywords(options),
+        deterministic=options[-1],
     )
     return list(gradients)
 
@@ -538,7 +542,10 @@ def _check_fake(inputs: Sequence[Tensor], options: tuple[Any, ...]) -> None:
         if value.device != device:
             expected, got = f"a tensor on {device} like q1", f"one on {value.device}"
             raise ValueError(message(name, expected, got, f"move it to {device}"))
-    if not all(type(length) is int for x in inputs for length in (*x.shape, *x.stride())):
+    keywords = _keywords(options)
+    lengths = [length for x in inputs for length in (*x.shape, *x.stride())]
+    lengths += [x for x in (*keywords["window"], keywords["q_offset"]) if x is not None]
+    if not all(type(length) is int for length in lengths):
         return
     # A device without memory computes nothing, so it takes what any device takes.
     place = Device("cuda", inputs[0].get_device()) if device.type == "cuda" else Device("cpu")
@@ -553,9 +560,9 @@ def _check_fake(inputs: Sequence[Tensor], options: tuple[Any, ...]) -> None:
         )
         for name, value in zip(INPUTS, inputs, strict=True)
     )
-    causal, *scales, layout, _ = options
-    scale1, scale2 = (scale if isinstance(scale, float) else None for scale in scales)
-    problem = describe(*operands, causal=causal, scale1=scale1, scale2=scale2, layout=layout)
+    for name in ("scale1", "scale2"):
+        keywords[name] = keywords[name] if isinstance(keywords[name], float) else None
+    problem = describe(*operands, **keywords)
     if device.type == "cuda":
         check_gpu(problem)
 
@@ -564,28 +571,28 @@ def _check_fake(inputs: Sequence[Tensor], options: tuple[Any, ...]) -> None:
 
 
 def _vmap_attention_kl(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
-    *inputs, causal, scale1, scale2, layout, deterministic = arguments
+    *inputs, layout, deterministic = arguments
+    inputs, options = inputs[:4], inputs[4:]
     rank, batch = _rank_and_batch(inputs[0], in_dims[0])
     folded = _fold_inputs(inputs, in_dims, info.batch_size)
     layout = _folded_layout(layout, rank)
-    kl = _attention_kl(*folded, causal, scale1, scale2, layout, deterministic)
+    kl = _attention_kl(*folded, *options, layout, deterministic)
     return _unfold(kl, info.batch_size, batch), 0
 
 
 def _vmap_attention_kl_state(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
-    *inputs, causal, scale1, scale2, layout, deterministic = arguments
+    *inputs, layout, deterministic = arguments
+    inputs, options = inputs[:4], inputs[4:]
     rank, batch = _rank_and_batch(inputs[0], in_dims[0])
     folded = _fold_inputs(inputs, in_dims, info.batch_size)
     layout = _folded_layout(layout, rank)
-    state = _attention_kl_state(*folded, causal, scale1, scale2, layout, deterministic)
+    state = _attention_kl_state(*folded, *options, layout, deterministic)
     return tuple(_unfold(part, info.batch_size, batch) for part in state), (0,) * len(state)
 
 
 def _vmap_attention_kl_backward(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
-    (dkl, *inputs), (*state, wrt, causal, scale1, scale2, layout, deterministic) = (
-        arguments[:5],
-        arguments[5:],
-    )
+    dkl, *inputs = arguments[:5]
+    state, (wrt, *options, layout, deterministic) = arguments[5:10], arguments[10:]
     rank, batch = _rank_and_batch(inputs[0], in_dims[1])
     rows = [
         _fold(value, in_dim, info.batch_size, rank)
@@ -596,9 +603,7 @@ def _vmap_attention_kl_backward(info: Any, in_dims: Any, *arguments: Any) -> tup
         *_fold_inputs(inputs, in_dims[1:5], info.batch_size),
         *(part.contiguous() for part in rows[1:]),
         wrt,
-        causal,
-        scale1,
-        scale2,
+        *options,
         _folded_layout(layout, rank),
         deterministic,
     )
@@ -652,7 +657,10 @@ def _refuse_old_vmap(*_: Any) -> Any:
 
 _INPUTS = "Tensor q1, Tensor k1, Tensor q2, Tensor k2"
 _STATE = "Tensor kl, Tensor lse1, Tensor lse2, Tensor lse1_low, Tensor lse2_low"
-_OPTIONS = "bool causal, float? scale1, float? scale2, str layout, bool deterministic"
+_OPTIONS = (
+    "bool causal, SymInt? window_left, SymInt? window_right, SymInt? q_offset, "
+    "float? scale1, float? scale2, str layout, bool deterministic"
+)
 
 # Kept alive: with it the operators would go.
 _library = torch.library.Library("streamkl_cupy", "DEF")

@@ -357,6 +357,57 @@ def _nonfinite() -> Iterator[Case]:
     yield Case("nonfinite_only_minus_inf", "nonfinite", build)
 
 
+def _windows() -> Iterator[Case]:
+    square, wide, tall = (
+        {"num_queries": num_queries, "num_keys": num_keys}
+        for num_queries, num_keys in ((300, 300), (150, 500), (400, 170))
+    )
+    masks: dict[str, tuple[Mapping[str, int], dict[str, Any]]] = {
+        "left": (square, {"window": (40, None)}),
+        "right": (square, {"window": (-1, 40)}),
+        "both": (wide, {"window": (100, 70)}),
+        "causal": (wide, {"causal": True, "window": (130, 99)}),
+        "own_key": (square, {"window": (0, 0)}),
+        # Queries before the first key, and behind the last.
+        "before": (tall, {"causal": True, "window": (64, None)}),
+        "behind": (tall, {"window": (64, 10), "q_offset": 0}),
+        "chunk": (wide, {"causal": True, "q_offset": 200}),
+        "chunk_window": (wide, {"causal": True, "window": (63, 0), "q_offset": 200}),
+        "chunk_before": (square, {"window": (200, 3), "q_offset": -170}),
+        "chunk_behind": (square, {"window": (150, None), "q_offset": 333}),
+        "far_before": (square, {"causal": True, "q_offset": -(2**40)}),
+        "far_behind": (square, {"window": (5, 5), "q_offset": 2**40}),
+        "far_and_wide": (square, {"window": (2**40, 0), "q_offset": 2**40}),
+        "few": ({"num_queries": 3, "num_keys": 2000}, {"window": (700, 0)}),
+        "few_in_the_middle": ({"num_queries": 20, "num_keys": 2000}, {"window": (300, 300)}),
+    }
+    masks["few_in_the_middle"][1]["q_offset"] = 900
+    for name, (shape, options) in masks.items():
+        yield Case(f"windows_{name}", "windows", plain(**shape), options)
+    heads = {"heads": 6, "key_heads1": 3, "key_heads2": 2}
+    yield Case("windows_grouped", "windows", plain(**heads, **wide), {"window": (100, 7)})
+    packed = {"heads": 8, "key_heads1": 1, "key_heads2": 1, "num_queries": 5, "num_keys": 900}
+    yield Case("windows_packed", "windows", plain(**packed), {"window": (200, 0)})
+
+    def at(name: str, row: int, **shape: int) -> Build:
+        def change(arrays: Arrays) -> None:
+            arrays[name][0, 0, row] = np.nan
+
+        return changed(change, **shape)
+
+    # Some rows see it, and others next to them do not.
+    for name in INPUTS:
+        options = {"window": (50, 20)}
+        yield Case(f"nonfinite_{name}_window", "nonfinite", at(name, 140, **square), options)
+    # Nobody sees it.
+    for name, row in (("q1", 350), ("q2", 390), ("dkl", 399)):
+        options = {"window": (64, 10), "q_offset": 0}
+        yield Case(f"nonfinite_{name}_behind", "nonfinite", at(name, row, **tall), options)
+    for name in ("k1", "k2"):
+        options = {"window": (64, 0), "q_offset": 100}
+        yield Case(f"nonfinite_{name}_unseen", "nonfinite", at(name, 450, **wide), options)
+
+
 CASES: tuple[Case, ...] = (
     *_lengths(),
     *_head_dims(),
@@ -373,6 +424,7 @@ CASES: tuple[Case, ...] = (
     *_upstream(),
     *_layout(),
     *_nonfinite(),
+    *_windows(),
 )
 GROUPS: tuple[str, ...] = tuple(dict.fromkeys(case.group for case in CASES))
 

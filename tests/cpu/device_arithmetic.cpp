@@ -1,6 +1,7 @@
 // The plain arithmetic of cuda_src behind C functions; test_device_arithmetic.py compiles and calls
 // it.
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "key_range.cuh"
@@ -75,21 +76,39 @@ extern "C" void state_constants(float* constants) {
 // ---------------------------------------------------------------------------------------------------------------------
 // key_range.cuh
 
-extern "C" void key_ends(const KeyRange* range, int num, const int* query, Interval* keys) {
-    for (int i = 0; i < num; ++i) keys[i] = {range->begin(query[i]), range->end(query[i])};
+namespace {
+
+// Calls with the key range of the bounds, of the kind that kernels are compiled for.
+template <class Call>
+auto with_range(const KeyBounds& bounds, int has_begin, const Call& call) {
+    return has_begin ? call(KeyRange<true>(bounds)) : call(KeyRange<false>(bounds));
 }
 
-extern "C" void keys_of_queries(const KeyRange* range, int num, const int* first, const int* last,
-                                Interval* any, Interval* all) {
-    for (int i = 0; i < num; ++i) {
-        any[i] = range->any_of(first[i], last[i]);
-        all[i] = range->all_of(first[i], last[i]);
-    }
+}  // namespace
+
+extern "C" void key_ends(const KeyBounds* bounds, int has_begin, int num, const int* query,
+                         Interval* keys) {
+    with_range(*bounds, has_begin, [&](const auto& range) {
+        for (int i = 0; i < num; ++i) keys[i] = {range.begin(query[i]), range.end(query[i])};
+    });
 }
 
-extern "C" void queries_of_keys(const KeyRange* range, int num, const int* first, const int* last,
-                                Interval* queries) {
-    for (int i = 0; i < num; ++i) queries[i] = range->queries_of(first[i], last[i]);
+extern "C" void keys_of_queries(const KeyBounds* bounds, int has_begin, int num, const int* first,
+                                const int* last, Interval* any, Interval* all, Interval* empty) {
+    with_range(*bounds, has_begin, [&](const auto& range) {
+        for (int i = 0; i < num; ++i) {
+            any[i] = range.any_of(first[i], last[i]);
+            all[i] = range.all_of(first[i], last[i]);
+            empty[i] = {range.has_empty(first[i], last[i]), 0};
+        }
+    });
+}
+
+extern "C" void queries_of_keys(const KeyBounds* bounds, int has_begin, int num, const int* first,
+                                const int* last, Interval* queries) {
+    with_range(*bounds, has_begin, [&](const auto& range) {
+        for (int i = 0; i < num; ++i) queries[i] = range.queries_of(first[i], last[i]);
+    });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -103,7 +122,7 @@ struct Block {
 };
 
 struct Visits {
-    const KeyRange& range;
+    const KeyBounds& range;
     int* counts;  // [queries][keys]
     int num_wrong = 0;
 
@@ -123,10 +142,9 @@ struct Tiles {
 };
 
 // A split of a block of forward_sm80, and, with one split and one warp a row, of backward_dq_sm80.
-template <class Traits>
-void visit_tile(Visits& visits, const Block& block, int first_query, int split_idx,
-                int num_splits) {
-    const KeyRange& range = visits.range;
+template <class Traits, class Range>
+void visit_tile(Visits& visits, const Range& range, const Block& block, int first_query,
+                int split_idx, int num_splits) {
     const int rows_per_warp = 16 * block.row_tiles,
               keys_per_warp = Traits::kBlockK / block.num_warps_k;
     const TileRange tiles =
@@ -155,8 +173,8 @@ void visit_tile(Visits& visits, const Block& block, int first_query, int split_i
     }
 }
 
-template <class Traits>
-int visit_queries(const KeyRange& range, const Block& block, int num_splits, int* counts) {
+template <class Traits, class Range>
+int visit_queries(const Range& range, const Block& block, int num_splits, int* counts) {
     Visits visits{range, counts};
     for (int first_query = 0; first_query < range.num_queries; first_query += Traits::kBlockQ) {
         int expected_begin = -1;
@@ -166,17 +184,16 @@ int visit_queries(const KeyRange& range, const Block& block, int num_splits, int
             // Splits follow on each other, the first ones one tile longer at most.
             if (split_idx > 0 && tiles.begin != expected_begin) ++visits.num_wrong;
             expected_begin = tiles.end;
-            visit_tile<Traits>(visits, block, first_query, split_idx, num_splits);
+            visit_tile<Traits>(visits, range, block, first_query, split_idx, num_splits);
         }
     }
     return visits.num_wrong;
 }
 
 // What the warps of a key-stationary block do with a tile of queries.
-template <int kBlockRows, int kBlockQ>
-void visit_keys_of_tile(Visits& visits, int first_key_of_block, int first_query, int rows_per_warp,
-                        int chunk_q) {
-    const KeyRange& range = visits.range;
+template <int kBlockRows, int kBlockQ, class Range>
+void visit_keys_of_tile(Visits& visits, const Range& range, int first_key_of_block, int first_query,
+                        int rows_per_warp, int chunk_q) {
     for (int row = 0; row < kBlockRows; row += rows_per_warp) {
         const int first_key = first_key_of_block + row;
         for (int chunk = 0; chunk < kBlockQ; chunk += chunk_q) {
@@ -198,17 +215,16 @@ void visit_keys_of_tile(Visits& visits, int first_key_of_block, int first_query,
     }
 }
 
-template <int kSide, int kBlockRows, int kBlockQ>
-int visit_keys(const BackwardParams& params, int num_batches, int rows_per_warp, int chunk_q,
-               int* counts) {
-    const KeyRange& range = params.range;
+template <int kSide, int kBlockRows, int kBlockQ, class Range>
+int visit_keys(const BackwardParams& params, const Range& range, int num_batches, int rows_per_warp,
+               int chunk_q, int* counts) {
     const int group = kSide == 1 ? params.group1 : params.group2;
     const int other_group = kSide == 1 ? params.group2 : params.group1;
     int num_wrong = 0;
     const int num_blocks = num_batches * (params.num_heads / group) * params.num_blocks;
     for (int block_idx = 0; block_idx < num_blocks; ++block_idx) {
         QueryWalk<kSide, kBlockRows, kBlockQ> walk;
-        walk.start(params, block_idx);
+        walk.start(params, range, block_idx);
         int other_head = walk.head_begin / other_group;  // whose keys lie in shared memory
         for (QueryTile tile = walk.first_tile(); !walk.is_past(tile); tile = walk.next(tile)) {
             if (walk.exchanges_keys(params, tile)) other_head = tile.head_idx / other_group;
@@ -220,7 +236,7 @@ int visit_keys(const BackwardParams& params, int num_batches, int rows_per_warp,
             const int64 head =
                 static_cast<int64>(walk.batch_idx) * params.num_heads + tile.head_idx;
             Visits visits{range, counts + head * range.num_queries * range.num_keys};
-            visit_keys_of_tile<kBlockRows, kBlockQ>(visits, walk.first_key, tile.first_query,
+            visit_keys_of_tile<kBlockRows, kBlockQ>(visits, range, walk.first_key, tile.first_query,
                                                     rows_per_warp, chunk_q);
             num_wrong += visits.num_wrong;
         }
@@ -229,17 +245,17 @@ int visit_keys(const BackwardParams& params, int num_batches, int rows_per_warp,
 }
 
 // A block of backward_fused_sm90, run after run of heads that share the keys of both sides.
-template <int kSide>
-int visit_keys_staggered(const BackwardParams& params, int num_batches, int* counts) {
+template <int kSide, class Range>
+int visit_keys_staggered(const BackwardParams& params, const Range& range, int num_batches,
+                         int* counts) {
     constexpr int kBlockRows = 128, kBlockQ = 64;
-    const KeyRange& range = params.range;
     const int group = kSide == 1 ? params.group1 : params.group2;
     const int other_group = kSide == 1 ? params.group2 : params.group1;
     int num_wrong = 0;
     const int num_blocks = num_batches * (params.num_heads / group) * params.num_blocks;
     for (int block_idx = 0; block_idx < num_blocks; ++block_idx) {
         StaggeredWalk<kSide, kBlockRows, kBlockQ> walk;
-        walk.start(params, block_idx);
+        walk.start(params, range, block_idx);
         int num_runs = 0;
         for (int head_idx = walk.head_begin; head_idx < walk.head_end;
              head_idx = walk.end_of_run(head_idx)) {
@@ -255,8 +271,8 @@ int visit_keys_staggered(const BackwardParams& params, int num_batches, int* cou
                 const int64 head_of_batch =
                     static_cast<int64>(walk.batch_idx) * params.num_heads + head;
                 Visits visits{range, counts + head_of_batch * range.num_queries * range.num_keys};
-                visit_keys_of_tile<kBlockRows, kBlockQ>(visits, walk.first_key, first_query, 64,
-                                                        kBlockQ);
+                visit_keys_of_tile<kBlockRows, kBlockQ>(visits, range, walk.first_key, first_query,
+                                                        64, kBlockQ);
                 num_wrong += visits.num_wrong;
                 first_query = walk.next_query(first_query);
             }
@@ -270,18 +286,23 @@ int visit_keys_staggered(const BackwardParams& params, int num_batches, int* cou
 // Counts how often each pair of a query and a key meets; counts [queries][keys] start at zero.
 // Returns how often a query met a key that does not exist, or splits did not follow on each other;
 // -1 if there is no such tile.
-extern "C" int count_forward(const KeyRange* range, int block_q, int block_k, int row_tiles,
-                             int num_warps_k, int chunk, int num_splits, int* counts) {
+extern "C" int count_forward(const KeyBounds* bounds, int has_begin, int block_q, int block_k,
+                             int row_tiles, int num_warps_k, int chunk, int num_splits,
+                             int* counts) {
     const Block block{row_tiles, block_q / (16 * row_tiles), num_warps_k, chunk};
-    const auto visit = block_q == 16 && block_k == 32     ? visit_queries<Tiles<16, 32>>
-                       : block_q == 16 && block_k == 128  ? visit_queries<Tiles<16, 128>>
-                       : block_q == 64 && block_k == 16   ? visit_queries<Tiles<64, 16>>
-                       : block_q == 64 && block_k == 48   ? visit_queries<Tiles<64, 48>>
-                       : block_q == 64 && block_k == 64   ? visit_queries<Tiles<64, 64>>
-                       : block_q == 128 && block_k == 32  ? visit_queries<Tiles<128, 32>>
-                       : block_q == 128 && block_k == 128 ? visit_queries<Tiles<128, 128>>
-                                                          : nullptr;
-    return visit == nullptr ? -1 : visit(*range, block, num_splits, counts);
+    return with_range(*bounds, has_begin, [&](const auto& range) {
+        using Range = std::decay_t<decltype(range)>;
+        const auto visit = block_q == 16 && block_k == 32    ? visit_queries<Tiles<16, 32>, Range>
+                           : block_q == 16 && block_k == 128 ? visit_queries<Tiles<16, 128>, Range>
+                           : block_q == 64 && block_k == 16  ? visit_queries<Tiles<64, 16>, Range>
+                           : block_q == 64 && block_k == 48  ? visit_queries<Tiles<64, 48>, Range>
+                           : block_q == 64 && block_k == 64  ? visit_queries<Tiles<64, 64>, Range>
+                           : block_q == 128 && block_k == 32 ? visit_queries<Tiles<128, 32>, Range>
+                           : block_q == 128 && block_k == 128
+                               ? visit_queries<Tiles<128, 128>, Range>
+                               : nullptr;
+        return visit == nullptr ? -1 : visit(range, block, num_splits, counts);
+    });
 }
 
 // Counts how often each row of the forward [batches][heads][queries] belongs to a row of a tile;
@@ -322,36 +343,42 @@ extern "C" int count_rows(int num_batches, int num_heads, int num_queries, int h
 
 // The same for the key-stationary kernels; counts [batches][heads][queries][keys]. Also counts
 // query heads that met the keys of a head that is not theirs.
-extern "C" int count_backward(const KeyRange* range, int side, int num_batches, int num_heads,
-                              int group1, int group2, int block_rows, int block_q,
+extern "C" int count_backward(const KeyBounds* bounds, int has_begin, int side, int num_batches,
+                              int num_heads, int group1, int group2, int block_rows, int block_q,
                               int rows_per_warp, int chunk_q, int* counts) {
     BackwardParams params{};
-    params.range = *range;
     params.num_heads = num_heads;
     params.group1 = group1;
     params.group2 = group2;
-    params.num_blocks = ceil_div(range->num_keys, block_rows);
-    const auto visit = side == 1 && block_rows == 32 && block_q == 16    ? visit_keys<1, 32, 16>
-                       : side == 2 && block_rows == 32 && block_q == 16  ? visit_keys<2, 32, 16>
-                       : side == 1 && block_rows == 64 && block_q == 32  ? visit_keys<1, 64, 32>
-                       : side == 2 && block_rows == 64 && block_q == 32  ? visit_keys<2, 64, 32>
-                       : side == 1 && block_rows == 128 && block_q == 48 ? visit_keys<1, 128, 48>
-                       : side == 2 && block_rows == 128 && block_q == 48 ? visit_keys<2, 128, 48>
-                                                                         : nullptr;
-    return visit == nullptr ? -1 : visit(params, num_batches, rows_per_warp, chunk_q, counts);
+    params.num_blocks = ceil_div(bounds->num_keys, block_rows);
+    return with_range(*bounds, has_begin, [&](const auto& range) {
+        using Range = std::decay_t<decltype(range)>;
+        const auto visit =
+            side == 1 && block_rows == 32 && block_q == 16    ? visit_keys<1, 32, 16, Range>
+            : side == 2 && block_rows == 32 && block_q == 16  ? visit_keys<2, 32, 16, Range>
+            : side == 1 && block_rows == 64 && block_q == 32  ? visit_keys<1, 64, 32, Range>
+            : side == 2 && block_rows == 64 && block_q == 32  ? visit_keys<2, 64, 32, Range>
+            : side == 1 && block_rows == 128 && block_q == 48 ? visit_keys<1, 128, 48, Range>
+            : side == 2 && block_rows == 128 && block_q == 48 ? visit_keys<2, 128, 48, Range>
+                                                              : nullptr;
+        return visit == nullptr ? -1
+                                : visit(params, range, num_batches, rows_per_warp, chunk_q, counts);
+    });
 }
 
 // The same for backward_fused_sm90; also counts tiles out of place.
-extern "C" int count_backward_staggered(const KeyRange* range, int side, int num_batches,
-                                        int num_heads, int group1, int group2, int* counts) {
+extern "C" int count_backward_staggered(const KeyBounds* bounds, int has_begin, int side,
+                                        int num_batches, int num_heads, int group1, int group2,
+                                        int* counts) {
     BackwardParams params{};
-    params.range = *range;
     params.num_heads = num_heads;
     params.group1 = group1;
     params.group2 = group2;
-    params.num_blocks = ceil_div(range->num_keys, 128);
-    return side == 1 ? visit_keys_staggered<1>(params, num_batches, counts)
-                     : visit_keys_staggered<2>(params, num_batches, counts);
+    params.num_blocks = ceil_div(bounds->num_keys, 128);
+    return with_range(*bounds, has_begin, [&](const auto& range) {
+        return side == 1 ? visit_keys_staggered<1>(params, range, num_batches, counts)
+                         : visit_keys_staggered<2>(params, range, num_batches, counts);
+    });
 }
 
 // What a block of keys keeps in static shared memory.

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -190,7 +191,8 @@ class Card:
             shape = (problem.batch, heads, length, getattr(problem, f"head_dim{side}"))
             dtype = interop.numpy_dtype(problem.dtype)
             arrays[name] = read(pointers[name], shape, getattr(problem, name), dtype)
-        options = {"causal": problem.causal, "scale1": problem.scale1, "scale2": problem.scale2}
+        names = ("causal", "window", "q_offset", "scale1", "scale2")
+        options = {name: getattr(problem, name) for name in names}
         return arrays | options
 
     def write_rows(self, problem: Problem, address: int, values: np.ndarray) -> None:
@@ -532,14 +534,14 @@ class TestWarmup:
 
     @pytest.mark.parametrize("wrt", [("q2", "k2"), ("q2",), ("k1",), ("k2", "q1"), INPUTS], ids=str)
     def test_every_plan_with_these_head_dims_finds_its_kernels(self, wrt: tuple[str, ...]) -> None:
-        skl.warmup(64, 128, wrt=wrt, unaligned=True, arch="sm_80")
+        skl.warmup(64, 128, wrt=wrt, unaligned=True, windowed=True, arch="sm_80")
         built = {(kernel, template) for kernel, template, _ in self.built}
         assert len(built) == len(self.built)
         facts = plan.device_facts("sm_80")
         for num_queries in (1, 3, 17, 64, 65, 1000, 40_000):
             for num_keys in (1, 100, 5000, 200_000):
-                for pointer in (256, 258):
-                    problem = self.problem(num_queries, num_keys, pointer)
+                for pointer, window in itertools.product((256, 258), (None, (10, 0), (5000, 7))):
+                    problem = self.problem(num_queries, num_keys, pointer, window)
                     plans: list[Any] = [plan.forward(problem, facts)]
                     for strategy in ("auto", "fused", "separate"):
                         plans.append(plan.backward(problem, facts, wrt, strategy=strategy))
@@ -547,14 +549,26 @@ class TestWarmup:
                     for chosen in plans:
                         assert {(k.kernel, k.template) for k in chosen.kernels} <= built
 
-    def problem(self, num_queries: int, num_keys: int, pointer: int) -> Problem:
+    def problem(self, num_queries: int, num_keys: int, pointer: int, window: Any = None) -> Problem:
         shapes = ((num_queries, 64), (num_keys, 64), (num_queries, 128), (num_keys, 128))
         return describe(
             *(
                 Operand(n, (4, *s), (s[0] * s[1], s[1], 1), "bfloat16", Device("cuda", 0), pointer)
                 for n, s in zip(INPUTS, shapes, strict=True)
-            )
+            ),
+            window=window,
         )
+
+    def test_windows_have_kernels_of_their_own(self) -> None:
+        skl.warmup(64, 64, arch="sm_80")
+        plain = {(kernel, template) for kernel, template, _ in self.built}
+        assert all(("kHasBegin", True) not in template for _, template in plain)
+        skl.warmup(64, 64, windowed=True, arch="sm_80")
+        both = {(kernel, template) for kernel, template, _ in self.built}
+        begun = {one for one in both - plain if ("kHasBegin", True) in one[1]}
+        assert {kernel for kernel, _ in begun} == {
+            kernel for kernel, template in plain if ("kHasBegin", False) in template
+        }
 
     def test_without_a_card_it_builds_only(self) -> None:
         names = skl.warmup(32, 32, "float16", backward=False, arch="sm_80")

@@ -100,10 +100,11 @@ class TestDemo:
 
 class TestAudit:
     def test_of_a_random_problem(self, run: Any) -> None:
-        text = run("audit", "--device", "cpu", *SMALL, "--causal")
+        masks = ("--causal", "--window", "5", "-1", "--q-offset", "2")
+        text = run("audit", "--device", "cpu", *SMALL, *masks)
         assert "q1 (1, 2, 17, 16)" in text
         assert "k2 (1, 2, 20, 16)" in text
-        assert "bfloat16, causal" in text
+        assert "bfloat16, causal, window [5, -1], q_offset 2" in text
         assert text.count(" ok ") == 7
         assert all(word in text for word in ("size", "error", "textbook float32", "allowed"))
         assert "The rule holds." in text
@@ -261,12 +262,14 @@ class TestWarmup:
         ]
         assert all(call["wrt"] == ["q1", "k2"] for call in calls)
         assert all(call["arch"] == "sm_90a" for call in calls)
-        assert all(call["backward"] and not call["unaligned"] for call in calls)
+        assert all(call["backward"] and not call["unaligned"] | call["windowed"] for call in calls)
         assert "forward_sm80_d192x128" in text
         assert "1/1" in text, "the progress bar has ended"
 
     def test_json(self, run_json: Any, calls: list[dict[str, Any]]) -> None:
-        payload = run_json("warmup", "--arch", "sm_80", "--forward-only", "--unaligned")
+        payload = run_json(
+            "warmup", "--arch", "sm_80", "--forward-only", "--unaligned", "--windowed"
+        )
         assert payload["warmed"] == [
             {
                 "head_dim1": 128,
@@ -277,6 +280,7 @@ class TestWarmup:
         ]
         assert not calls[0]["backward"]
         assert calls[0]["unaligned"]
+        assert calls[0]["windowed"]
 
     @pytest.mark.parametrize("word", ["wide", "64:", "1:2:3"])
     def test_a_head_dim_that_is_none(

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from streamkl_cupy import launch, reference
 from streamkl_cupy.plan import BUCKETS
+from streamkl_cupy.problem import MAX_LENGTH, NO_WINDOW, Problem, Strides, Window
 from tests import compare, host_compiler
 
 MISSING = host_compiler.missing_compiler()
@@ -551,48 +552,103 @@ def test_round_trip(library: ctypes.CDLL, exponent: int, log2_sum: float) -> Non
 # ----------------------------------------------------------------------------------- key_range.cuh
 
 
-def key_range(num_queries: int, num_keys: int, causal: bool) -> np.ndarray:
-    return np.array([num_queries, num_keys, causal], np.int32)
+@dataclass(frozen=True)
+class Mask:
+    """What a call says of its keys, and whether the kernels take it for one with a beginning."""
+
+    causal: bool = False
+    window: Window = NO_WINDOW
+    q_offset: int | None = None
+    takes_begin: bool = True
+
+    def bounds(self, num_queries: int, num_keys: int) -> tuple[Any, int]:
+        """The arguments of a C function that takes a key range."""
+        problem = make_problem(num_queries, num_keys, self)
+        has_begin = problem.has_beginning or self.takes_begin
+        return pointer(np.array(launch._key_bounds(problem), np.int32)), int(has_begin)
+
+    def allowed(self, num_queries: int, num_keys: int) -> np.ndarray:
+        """Whether a query sees a key: [queries, keys]."""
+        offset = num_keys - num_queries if self.q_offset is None else self.q_offset
+        distance = np.arange(num_keys) - (np.arange(num_queries)[:, None] + offset)
+        left, right = self.window
+        seen = np.ones(distance.shape, bool)
+        if left is not None:
+            seen &= distance >= -left
+        if right is not None:
+            seen &= distance <= right
+        return seen & (distance <= 0) if self.causal else seen
 
 
-def allowed(num_queries: int, num_keys: int, causal: bool) -> np.ndarray:
-    """Whether a query sees a key: [queries, keys]."""
-    queries, keys = np.arange(num_queries)[:, None], np.arange(num_keys)
-    return (keys <= queries + num_keys - num_queries) | (not causal)
+def make_problem(num_queries: int, num_keys: int, mask: Mask) -> Problem:
+    none = Strides(0, 0, 0)
+    return Problem(
+        dtype="bfloat16",
+        batch=1,
+        num_heads=1,
+        num_key_heads1=1,
+        num_key_heads2=1,
+        num_queries=num_queries,
+        num_keys=num_keys,
+        head_dim1=64,
+        head_dim2=64,
+        causal=mask.causal,
+        scale1=1.0,
+        scale2=1.0,
+        layout="bhnd",
+        q1=none,
+        k1=none,
+        q2=none,
+        k2=none,
+        row=none,
+        aligned=True,
+        window=mask.window,
+        q_offset=mask.q_offset,
+    )
 
 
-def intervals(function: Any, bounds: np.ndarray, *columns: np.ndarray, out: int = 1) -> Any:
+def intervals(function: Any, bounds: tuple[Any, int], *columns: Any, out: int = 1) -> Any:
     columns = tuple(np.ascontiguousarray(column, np.int32) for column in columns)
     results = tuple(np.empty((len(columns[0]), 2), np.int32) for _ in range(out))
-    function(pointer(bounds), len(columns[0]), *map(pointer, (*columns, *results)))
+    function(*bounds, len(columns[0]), *map(pointer, (*columns, *results)))
     return results[0] if out == 1 else results
 
 
 LENGTHS = st.integers(0, 24)
+SIDES = st.one_of(st.none(), st.integers(0, 30), st.integers(0, 200))
+OFFSETS = st.one_of(st.none(), st.none(), st.integers(-60, 60), st.integers(-400, 400))
+MASKS = st.builds(Mask, st.booleans(), st.tuples(SIDES, SIDES), OFFSETS, takes_begin=st.booleans())
+FULL, CAUSAL = Mask(takes_begin=False), Mask(causal=True, takes_begin=False)
+BAND = Mask(window=(40, 3))
 
 
-@many(max_examples=100)
-@given(num_queries=LENGTHS, num_keys=LENGTHS, causal=st.booleans())
+@many(max_examples=200)
+@given(num_queries=LENGTHS, num_keys=LENGTHS, mask=MASKS)
+@example(num_queries=9, num_keys=7, mask=Mask(window=(0, 0), q_offset=-4))
+@example(num_queries=9, num_keys=7, mask=Mask(window=(2, 0), q_offset=7))
+@example(num_queries=9, num_keys=7, mask=Mask(window=(2, 5), q_offset=-(2**40)))
+@example(num_queries=9, num_keys=7, mask=Mask(window=(2**40, 5), q_offset=2**40))
 def test_key_range_is_brute_force(
-    library: ctypes.CDLL, num_queries: int, num_keys: int, causal: bool
+    library: ctypes.CDLL, num_queries: int, num_keys: int, mask: Mask
 ) -> None:
-    bounds, mask = key_range(num_queries, num_keys, causal), allowed(num_queries, num_keys, causal)
+    bounds, seen = mask.bounds(num_queries, num_keys), mask.allowed(num_queries, num_keys)
     keys = np.arange(num_keys)
     # Tiles ask about queries beyond the last one, too.
     ends = intervals(library.key_ends, bounds, np.arange(num_queries + 40))
     assert (np.diff(ends, axis=0) >= 0).all()
     assert ((ends >= 0) & (ends <= num_keys)).all()
     for query in range(num_queries):
-        seen = (ends[query, 0] <= keys) & (keys < ends[query, 1])
-        np.testing.assert_array_equal(seen, mask[query])
+        inside = (ends[query, 0] <= keys) & (keys < ends[query, 1])
+        np.testing.assert_array_equal(inside, seen[query])
     pairs = [(a, b) for a in range(num_queries) for b in range(a, num_queries + 8)]
     if pairs:
         first, last = np.array(pairs).T
-        any_of, all_of = intervals(library.keys_of_queries, bounds, first, last, out=2)
-        for (a, b), some, every in zip(pairs, any_of, all_of, strict=True):
-            rows = mask[a : b + 1]
+        found = intervals(library.keys_of_queries, bounds, first, last, out=3)
+        for (a, b), some, every, empty in zip(pairs, *found, strict=True):
+            rows = seen[a : b + 1]
             np.testing.assert_array_equal((some[0] <= keys) & (keys < some[1]), rows.any(axis=0))
             np.testing.assert_array_equal((every[0] <= keys) & (keys < every[1]), rows.all(axis=0))
+            assert empty[0] == (not rows.any(axis=1).all())
     pairs = [(a, b) for a in range(num_keys) for b in range(a, num_keys + 8)]
     if pairs:
         first, last = np.array(pairs).T
@@ -600,28 +656,49 @@ def test_key_range_is_brute_force(
         for (a, b), (begin, end) in zip(
             pairs, intervals(library.queries_of_keys, bounds, first, last), strict=True
         ):
-            seeing = mask[:, a : b + 1].any(axis=1)
+            seeing = seen[:, a : b + 1].any(axis=1)
             np.testing.assert_array_equal((begin <= queries) & (queries < end), seeing)
 
 
-@many(max_examples=100)
+@many(max_examples=200)
 @given(
-    num_queries=st.integers(1, 2**30),
-    num_keys=st.integers(1, 2**30),
+    lengths=st.tuples(st.integers(1, MAX_LENGTH - 1), st.integers(1, MAX_LENGTH - 1)),
     causal=st.booleans(),
+    sides=st.tuples(*[st.one_of(st.none(), st.integers(0, 2**33))] * 2),
+    q_offset=st.one_of(st.none(), st.integers(-(2**33), 2**33)),
     part=st.floats(0, 1),
 )
+@example(lengths=(MAX_LENGTH - 1, 1), causal=True, sides=(None, None), q_offset=None, part=1.0)
+@example(lengths=(1, MAX_LENGTH - 1), causal=False, sides=(5, 5), q_offset=None, part=1.0)
 def test_key_range_of_long_sequences(
-    library: ctypes.CDLL, num_queries: int, num_keys: int, causal: bool, part: float
+    library: ctypes.CDLL,
+    lengths: tuple[int, int],
+    causal: bool,
+    sides: Window,
+    q_offset: int | None,
+    part: float,
 ) -> None:
-    bounds = key_range(num_queries, num_keys, causal)
+    num_queries, num_keys = lengths
+    num_keys = min(num_keys, MAX_LENGTH - num_queries)  # as the checks have it
+    mask = Mask(causal, sides, q_offset)
+    bounds = mask.bounds(num_queries, num_keys)
     query, key = int(part * (num_queries - 1)), int(part * (num_keys - 1))
+    offset = num_keys - num_queries if q_offset is None else q_offset
+    left, right = sides
+    right = 0 if causal else right
     ((begin, end),) = intervals(library.key_ends, bounds, [query])
-    expected = min(num_keys, max(0, query + 1 + num_keys - num_queries)) if causal else num_keys
-    assert (begin, end) == (0, expected)
+    assert begin == (0 if left is None else min(num_keys, max(0, query + offset - left)))
+    assert end == (num_keys if right is None else min(num_keys, max(0, query + offset + right + 1)))
     ((begin, end),) = intervals(library.queries_of_keys, bounds, [key], [key + 127])
-    assert end == num_queries
-    assert begin == (min(num_queries, max(0, key - num_keys + num_queries)) if causal else 0)
+    last = min(num_keys - 1, key + 127)
+    first_seeing = 0 if right is None else min(num_queries, max(0, key - right - offset))
+    end_seeing = num_queries if left is None else last + left - offset + 1
+    assert begin == first_seeing
+    assert end == min(num_queries, max(0, end_seeing))
+    # A tile of queries beyond the last one does not leave the range of an int.
+    ((begin, end),) = intervals(library.key_ends, bounds, [num_queries + 255])
+    assert 0 <= begin <= num_keys
+    assert 0 <= end <= num_keys
 
 
 # ------------------------------------------------------------------------------------ schedule.cuh
@@ -651,27 +728,28 @@ LONGER = st.one_of(st.integers(0, 40), st.integers(0, 300))
 @given(
     num_queries=LONGER,
     num_keys=LONGER,
-    causal=st.booleans(),
+    mask=MASKS,
     num_splits=st.integers(1, 40),
     tile=st.sampled_from(FORWARD_TILES),
 )
-@example(num_queries=0, num_keys=70, causal=True, num_splits=2, tile=FORWARD_TILES[0])
-@example(num_queries=70, num_keys=0, causal=True, num_splits=2, tile=FORWARD_TILES[0])
-@example(num_queries=300, num_keys=20, causal=True, num_splits=3, tile=FORWARD_TILES[2])
+@example(num_queries=0, num_keys=70, mask=CAUSAL, num_splits=2, tile=FORWARD_TILES[0])
+@example(num_queries=70, num_keys=0, mask=CAUSAL, num_splits=2, tile=FORWARD_TILES[0])
+@example(num_queries=300, num_keys=20, mask=CAUSAL, num_splits=3, tile=FORWARD_TILES[2])
+@example(num_queries=300, num_keys=300, mask=BAND, num_splits=3, tile=FORWARD_TILES[2])
 def test_query_stationary_blocks_visit_each_pair_once(
     library: ctypes.CDLL,
     num_queries: int,
     num_keys: int,
-    causal: bool,
+    mask: Mask,
     num_splits: int,
     tile: tuple[int, ...],
 ) -> None:
     counts = np.zeros((num_queries, num_keys), np.int32)
     num_wrong = library.count_forward(
-        pointer(key_range(num_queries, num_keys, causal)), *tile, num_splits, pointer(counts)
+        *mask.bounds(num_queries, num_keys), *tile, num_splits, pointer(counts)
     )
     assert num_wrong == 0
-    np.testing.assert_array_equal(counts, allowed(num_queries, num_keys, causal))
+    np.testing.assert_array_equal(counts, mask.allowed(num_queries, num_keys))
 
 
 @many(max_examples=100)
@@ -698,18 +776,18 @@ def test_each_row_of_the_forward_belongs_to_one_row_of_a_tile(
 @given(
     num_queries=LONGER,
     num_keys=LONGER,
-    causal=st.booleans(),
+    mask=MASKS,
     side=st.sampled_from((1, 2)),
     groups=st.sampled_from(((1, 1, 1), (6, 3, 2), (6, 2, 6), (4, 4, 1), (6, 6, 3))),
     tile=st.sampled_from(BACKWARD_TILES),
 )
-@example(num_queries=0, num_keys=70, causal=False, side=2, groups=(6, 2, 3), tile=BACKWARD_TILES[0])
-@example(num_queries=70, num_keys=0, causal=True, side=1, groups=(6, 2, 3), tile=BACKWARD_TILES[0])
+@example(num_queries=0, num_keys=70, mask=FULL, side=2, groups=(6, 2, 3), tile=BACKWARD_TILES[0])
+@example(num_queries=70, num_keys=0, mask=CAUSAL, side=1, groups=(6, 2, 3), tile=BACKWARD_TILES[0])
 def test_key_stationary_blocks_visit_each_pair_once(
     library: ctypes.CDLL,
     num_queries: int,
     num_keys: int,
-    causal: bool,
+    mask: Mask,
     side: int,
     groups: tuple[int, int, int],
     tile: tuple[int, ...],
@@ -717,7 +795,7 @@ def test_key_stationary_blocks_visit_each_pair_once(
     num_batches, (num_heads, group1, group2) = 2, groups
     counts = np.zeros((num_batches, num_heads, num_queries, num_keys), np.int32)
     num_wrong = library.count_backward(
-        pointer(key_range(num_queries, num_keys, causal)),
+        *mask.bounds(num_queries, num_keys),
         side,
         num_batches,
         num_heads,
@@ -727,7 +805,7 @@ def test_key_stationary_blocks_visit_each_pair_once(
         pointer(counts),
     )
     assert num_wrong == 0
-    expected = np.broadcast_to(allowed(num_queries, num_keys, causal), counts.shape)
+    expected = np.broadcast_to(mask.allowed(num_queries, num_keys), counts.shape)
     np.testing.assert_array_equal(counts, expected)
 
 
@@ -735,28 +813,33 @@ def test_key_stationary_blocks_visit_each_pair_once(
 @given(
     num_queries=st.one_of(LONGER, st.integers(100, 700)),
     num_keys=st.one_of(LONGER, st.integers(100, 700)),
-    causal=st.booleans(),
+    mask=MASKS,
     side=st.sampled_from((1, 2)),
     groups=st.sampled_from(((1, 1, 1), (6, 3, 2), (6, 2, 6), (4, 4, 1), (6, 6, 3))),
 )
-@example(num_queries=0, num_keys=70, causal=False, side=2, groups=(6, 2, 3))
-@example(num_queries=70, num_keys=0, causal=True, side=1, groups=(6, 2, 3))
+@example(num_queries=0, num_keys=70, mask=FULL, side=2, groups=(6, 2, 3))
+@example(num_queries=70, num_keys=0, mask=CAUSAL, side=1, groups=(6, 2, 3))
 def test_blocks_that_go_round_visit_each_pair_once(
     library: ctypes.CDLL,
     num_queries: int,
     num_keys: int,
-    causal: bool,
+    mask: Mask,
     side: int,
     groups: tuple[int, int, int],
 ) -> None:
     num_batches, (num_heads, group1, group2) = 2, groups
     counts = np.zeros((num_batches, num_heads, num_queries, num_keys), np.int32)
-    keys = pointer(key_range(num_queries, num_keys, causal))
     num_wrong = library.count_backward_staggered(
-        keys, side, num_batches, num_heads, group1, group2, pointer(counts)
+        *mask.bounds(num_queries, num_keys),
+        side,
+        num_batches,
+        num_heads,
+        group1,
+        group2,
+        pointer(counts),
     )
     assert num_wrong == 0
-    expected = np.broadcast_to(allowed(num_queries, num_keys, causal), counts.shape)
+    expected = np.broadcast_to(mask.allowed(num_queries, num_keys), counts.shape)
     np.testing.assert_array_equal(counts, expected)
 
 

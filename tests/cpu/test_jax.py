@@ -87,16 +87,18 @@ def backward_of(function: Callable[..., Any], *inputs: Any) -> list[tuple[str, .
 
 
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "mask", [{}, {"causal": True}, {"window": (2, 1), "q_offset": -2}], ids=str
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_every_output_keeps_the_accuracy_rule(
-    dtype: str, causal: bool, layout: str, rng: np.random.Generator
+    dtype: str, mask: dict[str, Any], layout: str, rng: np.random.Generator
 ) -> None:
     shape = {"batch": 2, "heads": 4, "key_heads1": 2, "key_heads2": 1, "head_dim2": 16}
     host = draw(rng, num_queries=9, num_keys=6, head_dim1=8, **shape)
     if layout == "bnhd":
         host = {name: x.swapaxes(1, 2) for name, x in host.items()}
-    options = {"causal": causal, "layout": layout, "scale1": 0.5}
+    options = {**mask, "layout": layout, "scale1": 0.5}
     inputs = [jnp.asarray(host[name], dtype) for name in INPUTS]
 
     def weighted(*inputs: Any) -> Any:
@@ -270,18 +272,28 @@ def test_forward_mode_is_refused(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
-@pytest.mark.parametrize("causal", [False, True])
-def test_reductions(causal: bool, layout: str, rng: np.random.Generator) -> None:
-    # With causal the first two of the five queries see no key.
+@pytest.mark.parametrize(
+    ("mask", "first", "stop"),
+    [
+        ({}, 0, 5),
+        ({"causal": True}, 2, 5),
+        ({"window": (0, None), "q_offset": 1}, 0, 2),
+        ({"window": (1, 0), "q_offset": -1}, 1, 5),
+    ],
+    ids=str,
+)
+def test_reductions(
+    mask: dict[str, Any], first: int, stop: int, layout: str, rng: np.random.Generator
+) -> None:
+    # Of the five queries those from first on and before stop see a key.
     inputs = problem_in(rng, "float32", batch=3, heads=2, num_keys=3)
     if layout == "bnhd":
         inputs = [x.swapaxes(1, 2) for x in inputs]
-    options = {"causal": causal, "layout": layout}
-    kl = kl_of(inputs, **options)
-    seen = np.ones(kl.shape, bool)
+    options = {**mask, "layout": layout}
+    kl = np.asarray(attention_kl(*inputs, **options))
+    seen = np.zeros(kl.shape, bool)
     rows = seen.swapaxes(1, 2) if layout == "bnhd" else seen
-    if causal:
-        rows[:, :, :2] = False
+    rows[:, :, first:stop] = True
     weights = rng.uniform(0, 2, kl.shape).astype(np.float32)
     expected = {
         "none": (kl, kl * weights),
@@ -553,6 +565,16 @@ WRONG: dict[str, tuple[Callable[[list[Any]], Any], type[Exception], str]] = {
         TypeError,
         "scale2: expected a value that is known when traced, got a tracer; name it in static_argn",
     ),
+    "window": (
+        lambda x: attention_kl(*x, window=7),
+        TypeError,
+        "window: expected a tuple of two whole numbers",
+    ),
+    "traced_q_offset": (
+        lambda x: jax.jit(lambda offset: attention_kl(*x, q_offset=offset))(3),
+        TypeError,
+        r"q_offset: expected a value .* got a tracer; name it in static_argnames of jax.jit\.",
+    ),
     "traced_causal": (
         lambda x: jax.jit(lambda causal: attention_kl(*x, causal=causal))(True),
         TypeError,
@@ -781,7 +803,7 @@ class Card:
         for name in INPUTS:
             shape = (problem.batch, heads[name], lengths[name[0]], dims[name[1]])
             arrays[name] = self.view(pointers[name], shape, getattr(problem, name), dtype)
-        return arrays | {"causal": problem.causal}
+        return arrays | {n: getattr(problem, n) for n in ("causal", "window", "q_offset")}
 
     def rows(self, problem: Problem, pointer: int) -> np.ndarray:
         shape = (problem.batch, problem.num_heads, problem.num_queries, 1)

@@ -234,6 +234,37 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "causal: expected True or False, got 1 (int); pass bool(...) of it.",
     ),
+    "window of one side": (
+        forward(window=(3,)),
+        ValueError,
+        "window: expected two whole numbers from 0 up, or -1 or None for no limit, got (3,) "
+        "(tuple); pass how many keys a query sees on each side, for example window=(4096, 0).",
+    ),
+    "window that is no pair": (
+        forward(window=3),
+        TypeError,
+        "window: expected a tuple of two whole numbers from 0 up, or -1 or None for no limit, got "
+        "3 (int); pass how many keys a query sees on each side, for example window=(4096, 0).",
+    ),
+    "window of floats": (
+        forward(window=(3.0, None)),
+        TypeError,
+        "window: expected two whole numbers from 0 up, or -1 or None for no limit, got "
+        "(3.0, None) (tuple); pass how many keys a query sees on each side, for example "
+        "window=(4096, 0).",
+    ),
+    "negative window": (
+        forward(window=(-2, 0)),
+        ValueError,
+        "window: expected two whole numbers from 0 up, or -1 or None for no limit, got (-2, 0) "
+        "(tuple); pass how many keys a query sees on each side, for example window=(4096, 0).",
+    ),
+    "q_offset": (
+        forward(q_offset=True),
+        TypeError,
+        "q_offset: expected a whole number, got True (bool); pass the place of the first query "
+        "among the keys, or leave it out.",
+    ),
     "return_state": (
         forward(return_state="yes"),
         TypeError,

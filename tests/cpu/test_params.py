@@ -147,6 +147,8 @@ def distinct_problem(dtype: str) -> Problem:
         k2=Strides(10**9 + 4, 10**6 + 4, 104),
         row=Strides(8400, 700, 1),
         aligned=False,
+        window=(51, 77),
+        q_offset=2222,
     )
 
 
@@ -193,7 +195,9 @@ def common(problem: Problem) -> dict[str, Any]:
         **tensor("k2", problem.k2),
         "range.num_queries": 700,
         "range.num_keys": 3000,
-        "range.is_causal": 1,
+        "range.is_bounded": 1,
+        "range.begin_lag": 51 - 2222,
+        "range.end_lag": -2222,
         "num_heads": 12,
         "group1": 3,
         "group2": 4,

@@ -55,6 +55,7 @@ LENGTHS = st.one_of(
     st.sampled_from((0, 1, 2, 16, 17, 64, 65, 128, 1000, 4097, 65_536, 524_288)),
     st.integers(0, 10_000),
 )
+SIDES = st.one_of(st.none(), st.none(), st.sampled_from((0, 1, 127, 4096)))
 HEAD_DIMS = st.integers(1, 32).map(lambda eighth: 8 * eighth)
 
 
@@ -74,6 +75,8 @@ def problems(draw: st.DrawFn, **fixed: Any) -> Problem:
             "head_dim1": draw(HEAD_DIMS),
             "head_dim2": draw(HEAD_DIMS),
             "causal": draw(st.booleans()),
+            "window": (draw(SIDES), draw(SIDES)),
+            "q_offset": draw(st.sampled_from((None, None, -5, 100, 5000))),
             "aligned": draw(st.booleans()),
         }
         | fixed
@@ -169,13 +172,14 @@ def test_forward_name(problem: Problem, card: DeviceFacts) -> None:
     chosen = plan.forward(problem, card)
     name = re.fullmatch(
         r"forward_sm80_(bf16|fp16)_d(\d+)x(\d+)_q(\d+)_k(\d+)_s(\d)(_guarded)?"
-        r"(?:_pack(\d+))?(?:_split(\d+))?",
+        r"(?:_pack(\d+))?(?:_split(\d+))?(?:_(causal|window))?",
         chosen.name,
     )
     assert name is not None, chosen.name
     assert name[7] == (None if problem.aligned else "_guarded")
     assert int(name[8] or 1) == chosen.heads_per_tile
     assert int(name[9] or 1) == chosen.num_splits
+    assert (name[10] or "full") == problem.mask
     if chosen.kernels:
         main = chosen.kernels[0]
         cut = arguments(main)
@@ -326,7 +330,8 @@ def test_backward_name(
     element = {"bfloat16": "bf16", "float16": "fp16"}[problem.dtype]
     dims = f"d{plan.bucket(problem.head_dim1)}x{plan.bucket(problem.head_dim2)}"
     guarded = "" if problem.aligned else "_guarded"
-    assert chosen.name == f"backward_{sides}_{element}_{dims}{guarded}"
+    mask = "" if problem.mask == "full" else f"_{problem.mask}"
+    assert chosen.name == f"backward_{sides}_{element}_{dims}{guarded}{mask}"
 
 
 # ------------------------------------------------------------------------------------------- empty
@@ -704,8 +709,8 @@ def layout_source(kernels: Sequence[KernelPlan]) -> str:
         rendered = jit.render(kernel.kernel, kernel.template)
         stages = range(arguments(kernel)["kNumStages"])
         if kernel.kernel == "forward_sm80":
-            # What is packed has no part in the layout.
-            rendered = rendered.replace("forward_sm80", "ForwardTraits").rsplit(",", 1)[0] + ">"
+            # What is packed has no part in the layout, and the mask neither.
+            rendered = rendered.replace("forward_sm80", "ForwardTraits").rsplit(",", 2)[0] + ">"
             values = ["T::kSmemBytes", "T::kQ1Bytes"]
             for stage_idx in stages:
                 base = f"T::kRingOffset + {stage_idx} * T::kStageBytes"
@@ -818,7 +823,7 @@ def test_hopper_takes_the_tile_and_the_splits_of_the_least_time(
     assert isinstance(chosen.tile, plan.WarpgroupTile)
     least = plan.warpgroup_time(problem, HOPPER, chosen.tile, chosen.num_splits)
     for tile in plan.warpgroup_tiles(128, 128, False):
-        for splits in range(1, plan.max_splits(problem, tile) + 1):
+        for splits in range(1, plan.max_splits(problem, tile, 1) + 1):
             blocks = plan.num_blocks(problem, tile, 1) * splits
             if blocks <= 4 * HOPPER.num_sms and tile.fits(128, 128, HOPPER.shared_memory_per_block):
                 assert least <= plan.warpgroup_time(problem, HOPPER, tile, splits)
@@ -998,7 +1003,8 @@ def fused_layout_source(kernels: Sequence[plan.Specialisation]) -> str:
     ]
     rows = []
     for name, template in kernels:
-        rendered = jit.render(name, template[:-1]).replace(name, "FusedTraits")
+        rendered = jit.render(name, (*template[:-2], template[-1]))
+        rendered = rendered.replace(name, "FusedTraits")
         rows.append(
             f"{{{rendered}::kSmemBytes, {rendered}::kRingOffset, {rendered}::kStageBytes, "
             f"{rendered}::kGradientOffset, {rendered}::kSumOffset}}"
@@ -1078,7 +1084,7 @@ def test_override_of_the_tile_of_the_pair() -> None:
     with plan.override(backward_tiles=dict.fromkeys(plan.PAIR_KERNELS, tile)):
         chosen = plan.backward(hopper_problem(), HOPPER, ("q2", "k2"), deterministic=True)
     for kernel in chosen.kernels[1:]:
-        assert tuple(value for _, value in kernel.template[4:]) == dataclasses.astuple(tile)
+        assert tuple(value for _, value in kernel.template[4:-1]) == dataclasses.astuple(tile)
 
 
 @pytest.mark.parametrize("job", ["dq", "dk"])
@@ -1116,7 +1122,7 @@ def pair_layout_source(kernels: Sequence[plan.Specialisation]) -> str:
     ]
     rows = []
     for name, template in kernels:
-        values = [str(value) for _, value in template[1:]]
+        values = [str(value) for _, value in template[1:-1]]
         values.append("true" if name == "backward_dk_sm90" else "false")
         traits = f"PairTraits<{', '.join(values)}>"
         rows.append(
@@ -1140,7 +1146,7 @@ def test_shared_memory_of_the_pair(tmp_path: Path) -> None:
     )
     for (name, template), (total, *offsets) in zip(kernels, layouts, strict=True):
         cut = dict(template)
-        tile = plan.PairWarpgroupTile(*(int(value) for _, value in template[4:]))
+        tile = plan.PairWarpgroupTile(*(int(value) for _, value in template[4:-1]))
         dims = int(cut["kHeadDim1"]), int(cut["kHeadDim2"])
         fixed, trained = dims if cut["kSide"] == 2 else dims[::-1]
         assert tile.shared_memory(name, fixed, trained) == total

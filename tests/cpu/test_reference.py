@@ -244,6 +244,8 @@ def test_every_float_dtype_is_taken_at_its_value(dtype, rng):
         ({"heads": 4, "key_heads1": 2, "key_heads2": 1}, {"causal": True}),
         ({"heads": 4, "key_heads1": 1, "key_heads2": 4}, {"scale1": -0.7, "scale2": 0.3}),
         ({"head_dim1": 3, "head_dim2": 6}, {"scale2": 0.0}),
+        ({}, {"window": (2, 1)}),
+        ({"num_queries": 9, "num_keys": 5}, {"causal": True, "window": (2, None), "q_offset": -2}),
     ],
 )
 def test_gradient_is_the_slope_of_the_value(name, shape, options, rng):
@@ -341,7 +343,9 @@ def test_online_formula_with_merged_splits(merge, spread, rng):
         np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-12)
 
 
-def direct(arrays, *, causal=False, scale1=None, scale2=None, layout="bhnd"):
+def direct(
+    arrays, *, causal=False, window=None, q_offset=None, scale1=None, scale2=None, layout="bhnd"
+):
     """Everything row by row over exactly the keys that count, by the textbook formula."""
 
     def canonical(x, rows_only):
@@ -359,11 +363,15 @@ def direct(arrays, *, causal=False, scale1=None, scale2=None, layout="bhnd"):
     out["kl"] = np.zeros((batch, heads, num_queries))
     out["lse1"], out["lse2"] = np.full((2, batch, heads, num_queries), -np.inf)
     for b, h, i in np.ndindex(batch, heads, num_queries):
-        end = i + 1 + num_keys - num_queries if causal else num_keys
-        if end <= 0:
+        place = i + (num_keys - num_queries if q_offset is None else q_offset)
+        left, right = (None if x == -1 else x for x in window or (None, None))
+        right = 0 if causal else right
+        begin = 0 if left is None else max(0, place - left)
+        end = num_keys if right is None else min(num_keys, place + right + 1)
+        if end <= begin:
             continue
         h1, h2 = h * a["k1"].shape[1] // heads, h * a["k2"].shape[1] // heads
-        k1, k2 = a["k1"][b, h1, :end], a["k2"][b, h2, :end]
+        k1, k2 = a["k1"][b, h1, begin:end], a["k2"][b, h2, begin:end]
         q1, q2, g = a["q1"][b, h, i], a["q2"][b, h, i], a["dkl"][b, h, i]
         s1, s2 = scale1 * (k1 @ q1), scale2 * (k2 @ q2)
         with np.errstate(all="ignore"):
@@ -377,8 +385,8 @@ def direct(arrays, *, causal=False, scale1=None, scale2=None, layout="bhnd"):
             out["kl"][b, h, i], out["lse1"][b, h, i], out["lse2"][b, h, i] = kl, lse1, lse2
             out["dq1"][b, h, i] = scale1 * (ds1[:, None] * k1).sum(axis=0)
             out["dq2"][b, h, i] = scale2 * (ds2[:, None] * k2).sum(axis=0)
-            out["dk1"][b, h1, :end] += scale1 * ds1[:, None] * q1
-            out["dk2"][b, h2, :end] += scale2 * ds2[:, None] * q2
+            out["dk1"][b, h1, begin:end] += scale1 * ds1[:, None] * q1
+            out["dk2"][b, h2, begin:end] += scale2 * ds2[:, None] * q2
     result = {}
     for name, x in out.items():
         x = x.swapaxes(1, 2) if layout == "bnhd" and arrays["q1"].ndim == 4 else x

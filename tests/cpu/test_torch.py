@@ -94,11 +94,13 @@ class Record(TorchDispatchMode):
 # Values and gradients.
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "mask", [{}, {"causal": True}, {"causal": True, "window": (1, None), "q_offset": -1}], ids=str
+)
 @pytest.mark.parametrize(("rank", "layout"), [(2, "bhnd"), (3, "bhnd"), (4, "bhnd"), (4, "bnhd")])
-def test_values_and_gradients(rank: int, layout: str, causal: bool, generator: Any) -> None:
+def test_values_and_gradients(rank: int, layout: str, mask: dict[str, Any], generator: Any) -> None:
     inputs = draw(generator, rank, layout, **LENGTHS)
-    options = {"causal": causal, "scale2": -0.7, "layout": layout}
+    options = {**mask, "scale2": -0.7, "layout": layout}
     kl, lse1, lse2 = attention_kl(*inputs, **options, return_lse=True)
     exact = reference.attention_kl(*(x.numpy() for x in inputs), **options, return_state=True)
     for ours, expected in zip((kl, lse1, lse2), exact, strict=True):
@@ -151,12 +153,22 @@ def test_gradients_have_the_dtype_of_their_inputs(dtype: str, generator: Any) ->
 
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
 @pytest.mark.parametrize("num_keys", [0, 3, 7])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        {},
+        {"causal": True},
+        {"window": (1, 0), "q_offset": 0},
+        {"window": (0, 1), "q_offset": -2},
+        {"window": (0, 0), "q_offset": 90},
+    ],
+    ids=str,
+)
 def test_mean_is_over_the_rows_that_see_a_key(
-    causal: bool, num_keys: int, layout: str, generator: Any
+    mask: dict[str, Any], num_keys: int, layout: str, generator: Any
 ) -> None:
     inputs = draw(generator, layout=layout, num_keys=num_keys)
-    options = {"causal": causal, "layout": layout}
+    options = {**mask, "layout": layout}
     kl, lse, _ = attention_kl(*inputs, **options, return_lse=True)
     seeing = lse > -torch.inf
     mean = attention_kl(*inputs, **options, reduction="mean")
@@ -327,6 +339,11 @@ def test_the_module(generator: Any) -> None:
         functional.AttentionKLLoss(reduction="average")
     with pytest.raises(TypeError, match="causal: expected True or False"):
         functional.AttentionKLLoss(causal=1)
+    windowed = functional.AttentionKLLoss(window=(3, -1), q_offset=2)
+    assert repr(windowed).endswith("deterministic=None, window=(3, None), q_offset=2)")
+    inputs = draw(generator)
+    mask = {"window": (3, None), "q_offset": 2}
+    assert torch.equal(windowed(*inputs), attention_kl(*inputs, **mask, reduction="mean"))
     with pytest.raises(TypeError, match="deterministic: expected True or False"):
         functional.AttentionKLLoss(deterministic=0)
 
@@ -375,7 +392,7 @@ def test_func_grad_and_vmap(rank: int, layout: str, generator: Any) -> None:
     inputs = draw(generator, rank, layout, extra=(count,))
 
     def function(*x: Any) -> Any:
-        return attention_kl(*x, causal=True, scale2=0.3, layout=layout)
+        return attention_kl(*x, causal=True, window=(2, None), scale2=0.3, layout=layout)
 
     def gradient(*x: Any) -> Any:
         leaves = differentiable(list(x))
@@ -444,7 +461,7 @@ def test_batched_upstream_gradients_point_to_torch_func(generator: Any) -> None:
 @pytest.mark.parametrize(("rank", "layout"), [(2, "bhnd"), (3, "bhnd"), (4, "bnhd")])
 def test_opcheck(rank: int, layout: str, generator: Any) -> None:
     inputs = draw(generator, rank, layout)
-    options = (True, None, 0.3, layout, False)
+    options = (True, 3, None, -1, None, 0.3, layout, False)
     state = OPERATORS.attention_kl_state(*inputs, *options)
     upstream = torch.randn(state[0].shape, generator=generator, dtype=torch.float64)
     for operator, arguments in (
@@ -463,7 +480,7 @@ def test_an_operator_alone_is_differentiable(generator: Any) -> None:
     inputs = draw(generator)
     expected = differentiable(inputs)
     attention_kl(*expected).sum().backward()
-    options = (False, None, None, "bhnd", False)
+    options = (False, None, None, None, None, None, "bhnd", False)
     for operator in (OPERATORS.attention_kl, OPERATORS.attention_kl_state):
         leaves = differentiable(inputs)
         result = operator(*leaves, *options)
@@ -498,10 +515,9 @@ def test_fake_tensors_of_a_card_and_what_it_refuses() -> None:
         kl = attention_kl(fake(), fake(), fake(), fake())
         assert (kl.device.type, kl.dtype, kl.shape) == ("cuda", torch.float32, (2, 4, 5))
         arguments = [fake() for _ in range(4)]
-        state = OPERATORS.attention_kl_state(*arguments, False, None, None, "bhnd", False)
-        gradients = OPERATORS.attention_kl_backward(
-            kl, *arguments, *state, ["k2"], False, None, None, "bhnd", False
-        )
+        options = (False, None, None, None, None, None, "bhnd", False)
+        state = OPERATORS.attention_kl_state(*arguments, *options)
+        gradients = OPERATORS.attention_kl_backward(kl, *arguments, *state, ["k2"], *options)
         assert [gradient.dtype for gradient in gradients] == [torch.bfloat16]
         with pytest.raises(TypeError, match="q1: expected bfloat16 or float16 on a GPU"):
             attention_kl(*(fake(dtype=torch.float32) for _ in range(4)))
@@ -533,7 +549,13 @@ def test_compiled_whole(reduction: str, backend: str, dynamic: bool, generator: 
 
     def function(*x: Any) -> Any:
         return attention_kl(
-            *x, causal=True, scale2=0.3, reduction=reduction, row_weights=weights, return_lse=True
+            *x,
+            causal=True,
+            window=(2, -1),
+            scale2=0.3,
+            reduction=reduction,
+            row_weights=weights,
+            return_lse=True,
         )
 
     compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
@@ -562,6 +584,17 @@ def test_compiled_for_lengths_that_change(generator: Any) -> None:
         options = {"causal": True, "scale1": 0.2, "reduction": "mean"}
         assert torch.equal(compiled(*inputs, **options), attention_kl(*inputs, **options))
     assert counter.frame_count == 2
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_for_chunks_of_queries(generator: Any) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attention_kl, backend=counter, fullgraph=True)
+    inputs = draw(generator, num_queries=5, num_keys=30)
+    for first in (2, 7, 12, 17):
+        options = {"causal": True, "window": (first + 1, None), "q_offset": first}
+        assert torch.equal(compiled(*inputs, **options), attention_kl(*inputs, **options))
+    assert counter.frame_count <= 3
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
