@@ -24,7 +24,7 @@
 #include "smem.cuh"
 
 template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kRowTiles, int kNumWarps,
-          int kBlockQ, int kChunkQ, int kNumStages, bool kIsAligned, bool kHasBegin>
+          int kBlockQ, int kChunkQ, int kNumStages, bool kIsAligned, bool kIsWindow>
 __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     backward_dk_sm80(const BackwardParams params) {
     using Tile =
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     const uint32 sRing = sK1 + Tile::kStationaryBytes;
 
     __shared__ Block block;
-    const KeyRange<kHasBegin> range(params.range);
+    const auto& range = range_of<KeyRange<kIsWindow>>(params.range);
     if (threadIdx.x == 0) block.init(params, range);
     __syncthreads();
     const int first_key = block.first_key + warp_id() * Tile::kRowsPerWarp;

@@ -103,7 +103,7 @@ SKL_DEVICE void produce(const InputMaps& maps, const BackwardParams& params, Pai
 }
 
 template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kNumConsumers, int kBlockQ,
-          int kFixedStages, int kTrainedStages, int kFixedSteps, int kTrainedSteps, bool kHasBegin>
+          int kFixedStages, int kTrainedStages, int kFixedSteps, int kTrainedSteps, bool kIsWindow>
 __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     backward_dk_sm90(const __grid_constant__ InputMaps maps,
                      const __grid_constant__ BackwardParams params) {
@@ -116,8 +116,8 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     using Walk = QueryWalk<kSide, Traits::kBlockRows, kBlockQ>;
     static_assert(sizeof(Walk) <= Traits::kWalkBytes, "the walk fits its place");
     Walk& walk = *reinterpret_cast<Walk*>(smem_bytes + Traits::kWalkOffset);
-    using Range = KeyRange<kHasBegin>;
-    const Range range(params.range);
+    using Range = KeyRange<kIsWindow>;
+    const Range& range = range_of<Range>(params.range);
     if (threadIdx.x == 0) walk.start(params, range, blockIdx.x);
     const int warpgroup = warp_id() / 4;
     smem.init();

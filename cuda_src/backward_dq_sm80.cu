@@ -21,7 +21,7 @@
 #include "smem.cuh"
 
 template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kRowTiles, int kNumWarps,
-          int kBlockK, int kChunkK, int kNumStages, bool kIsAligned, bool kHasBegin>
+          int kBlockK, int kChunkK, int kNumStages, bool kIsAligned, bool kIsWindow>
 __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     backward_dq_sm80(const BackwardParams params) {
     using Tile =
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
               head_idx = head_of_batch % params.num_heads;
     const int first_query = block_idx * Tile::kBlockRows;
     const int first_row = first_query + warp_id() * Tile::kRowsPerWarp;
-    const KeyRange<kHasBegin> range(params.range);
+    const auto& range = range_of<KeyRange<kIsWindow>>(params.range);
 
     // 1. The queries and their statistics.
     const RowsOfHead gQ1 =
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
 
     // 2. The ring of key tiles.
     const auto [tile_begin, tile_end] =
-        tiles_of<kBlockK>(range.any_of(first_query, first_query + Tile::kBlockRows - 1));
+        tiles_of<kBlockK>(range, first_query, first_query + Tile::kBlockRows - 1);
     const auto load_stage = [&, end = tile_end](int tile, int stage) {
         if (tile < end) {
             const uint32 sK1 = sRing + stage * Tile::kStageBytes;

@@ -31,7 +31,7 @@
 #include "smem.cuh"
 
 template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kRowTiles, int kNumWarps,
-          int kBlockQ, int kNumStages, bool kHasDk, bool kIsAligned, bool kHasBegin>
+          int kBlockQ, int kNumStages, bool kHasDk, bool kIsAligned, bool kIsWindow>
 __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     backward_fused_sm80(const BackwardParams params) {
     using Tile =
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     const uint32 sRing = sK1 + Tile::kStationaryBytes, sGradient = sK1 + kGradientOffset;
 
     __shared__ Block block;
-    const KeyRange<kHasBegin> range(params.range);
+    const auto& range = range_of<KeyRange<kIsWindow>>(params.range);
     if (threadIdx.x == 0) block.init(params, range);
     __syncthreads();
     const int first_key = block.first_key + warp_id() * Tile::kRowsPerWarp;

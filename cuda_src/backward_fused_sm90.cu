@@ -39,7 +39,7 @@
 #include "warpgroup.cuh"
 
 template <class Element_, int kSide_, int kHeadDim1_, int kHeadDim2_, int kNumConsumers_,
-          int kNumStages_, int kNumBuffers_, int kRegisterSteps, bool kHasBegin>
+          int kNumStages_, int kNumBuffers_, int kRegisterSteps, bool kIsWindow>
 struct FusedTraits {
     using Element = Element_;
     static constexpr int kSide = kSide_, kHeadDim1 = kHeadDim1_, kHeadDim2 = kHeadDim2_;
@@ -48,7 +48,7 @@ struct FusedTraits {
     static constexpr int kHeadDim = kSide == 1 ? kHeadDim1 : kHeadDim2;
     static constexpr int kBlockQ = 64, kBlockK = 64 * kNumConsumers;
     using Walk = StaggeredWalk<kSide, kBlockK, kBlockQ>;
-    using Range = KeyRange<kHasBegin>;
+    using Range = KeyRange<kIsWindow>;
 
     static constexpr int kSteps1 = min_of(kRegisterSteps, kHeadDim1 / 16);
     using Keys1 = PanelMixed<kHeadDim1, kSteps1, kBlockK>;
@@ -100,7 +100,7 @@ struct FusedTraits {
 template <class Traits>
 SKL_DEVICE typename Traits::Walk walk_of_block(const BackwardParams& params) {
     typename Traits::Walk walk;
-    walk.start(params, typename Traits::Range(params.range), blockIdx.x);
+    walk.start(params, range_of<typename Traits::Range>(params.range), blockIdx.x);
     return walk;
 }
 
@@ -305,7 +305,7 @@ SKL_DEVICE void sum_tiles(const BackwardParams& params, const typename Traits::W
     constexpr int kCols = kIsBroken ? 32 : Traits::kSumCols;
     const int lane = lane_id(), warp = warp_id() % 4;
     const uint32 sSums = base + Traits::kSumOffset + warp * Traits::kNumSums * Traits::kSumBytes;
-    const typename Traits::Range range(params.range);
+    const auto& range = range_of<typename Traits::Range>(params.range);
     float unscale = 1.f / call_factor<Element>(params.max_dkl);
     Ring<Traits::kNumBuffers> gradients(base + Traits::kGradientBarriers);
     uint32 sum_offset = 0;
@@ -405,7 +405,7 @@ SKL_DEVICE void consume(const BackwardParams& params, const unsigned char* smem,
     using Element = typename Traits::Element;
     constexpr int kSide = Traits::kSide, kHeadDim = Traits::kHeadDim, kBlockQ = Traits::kBlockQ;
     constexpr int kElements = kBlockQ / 4;
-    const typename Traits::Range range(params.range);
+    const auto& range = range_of<typename Traits::Range>(params.range);
     const int lane = lane_id(), warp = warp_id() - 8, group = warp / 4;
     const int first_key = walk.first_key + 64 * group,
               first_key_of_warp = walk.first_key + 16 * warp;
@@ -571,12 +571,12 @@ SKL_DEVICE void consume(const BackwardParams& params, const unsigned char* smem,
 }
 
 template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kNumConsumers, int kNumStages,
-          int kNumBuffers, int kRegisterSteps, bool kHasDk, bool kHasBegin>
+          int kNumBuffers, int kRegisterSteps, bool kHasDk, bool kIsWindow>
 __global__ void __launch_bounds__(128 * (kNumConsumers + 2), 1)
     backward_fused_sm90(const __grid_constant__ InputMaps maps,
                         const __grid_constant__ BackwardParams params) {
     using Traits = FusedTraits<Element, kSide, kHeadDim1, kHeadDim2, kNumConsumers, kNumStages,
-                               kNumBuffers, kRegisterSteps, kHasBegin>;
+                               kNumBuffers, kRegisterSteps, kIsWindow>;
     extern __shared__ __align__(1024) unsigned char smem[];
     const uint32 base = shared_address(smem);
     if (threadIdx.x == 0) {

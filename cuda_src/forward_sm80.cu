@@ -66,7 +66,7 @@ struct ForwardTraits {
 
 template <class Element, int kHeadDim1, int kHeadDim2, int kRowTiles, int kNumWarpsQ,
           int kNumWarpsK, int kBlockK, int kChunkK, int kNumStages, bool kQueriesInRegisters,
-          bool kIsAligned, bool kIsPacked, bool kHasBegin>
+          bool kIsAligned, bool kIsPacked, bool kIsWindow>
 __global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ* kNumWarpsK <= 4 ? 2 : 1)
     forward_sm80(const ForwardParams params) {
     using Traits = ForwardTraits<Element, kHeadDim1, kHeadDim2, kRowTiles, kNumWarpsQ, kNumWarpsK,
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ* kNum
     const int warp_k = kNumWarpsK == 1 ? 0 : warp_id() / kNumWarpsQ;
     const int first_row = warp_q * Traits::kRowsPerWarp;
     const TileRows<kIsPacked> rows(params, block, first_row);
-    const KeyRange<kHasBegin> range(params.range);
+    const auto& range = range_of<KeyRange<kIsWindow>>(params.range);
 
     // 1. The queries.
     const RowsOfHead gQ1 =

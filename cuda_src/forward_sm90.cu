@@ -63,7 +63,7 @@ struct ForwardTraits {
 };
 
 template <class Element, int kHeadDim1, int kHeadDim2, int kNumConsumers, int kBlockK,
-          int kNumStages, bool kQueriesInRegisters, bool kIsPacked, bool kHasBegin>
+          int kNumStages, bool kQueriesInRegisters, bool kIsPacked, bool kIsWindow>
 __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     forward_sm90(const __grid_constant__ InputMaps maps,
                  const __grid_constant__ ForwardParams params) {
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     }
     const ForwardBlock block = forward_block(params, blockIdx.x);
     const int batch_idx = block.batch_idx, head_idx = block.head_idx;
-    const auto& range = static_cast<const KeyRange<kHasBegin>&>(params.range);
+    const auto& range = range_of<KeyRange<kIsWindow>>(params.range);
     const TileRange tiles = tiles_of_split<kBlockK>(
         range, block.first_query, params.queries_per_tile, block.split_idx, params.num_splits);
     const int warpgroup = warp_id() / 4;
@@ -185,8 +185,8 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     const TileRows<kIsPacked> rows = rows_of_group.after(16 * (warp_id() % 4));
     KlState state[2] = {empty_state(), empty_state()};
     const int first_query = rows_of_group.query(0), last_query = rows_of_group.query(63);
-    const Interval all = range.all_of(first_query, last_query);
     const Interval any = range.any_of(first_query, last_query);
+    const Interval all = range.all_of(first_query, last_query);
     const bool has_rows = rows_of_group.exists(0, range.num_queries);
 
     using Queries1 = typename Choose<kQueriesInRegisters, PanelRegisters<kHeadDim1>,
@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
         ring.consumer_release(lane);
         ring.advance();
         if constexpr (Traits::kTakesTurns) turns.end(tile + 1 < tiles.end);
-        if (first_key + kBlockK > all.end || first_key < all.begin) {
+        if (first_key < all.begin || first_key + kBlockK > all.end) {
             mask_scores(s1, s2, range, rows, first_key, params.masked_logit1, params.masked_logit2);
         }
         // 4. The state.

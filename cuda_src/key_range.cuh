@@ -14,23 +14,25 @@ struct Interval {
 // out.
 struct KeyBounds {
     int num_queries, num_keys;
-    int is_bounded;  // whether some query does not see the last key
+    int is_causal;  // whether the last query sees every key, and those before it fewer each
     int begin_lag, end_lag;
 };
 
-// Without kHasBegin every query that sees any key sees the first one: no mask, or a causal one.
-// Kernels are compiled for both: what a beginning costs in registers would slow down all others.
-template <bool kHasBegin>
+// Without kIsWindow there is no mask, or a causal one aligned to the bottom right. Kernels are
+// compiled for both: what windows and offsets cost in registers would slow down all others, and so
+// would other words for the causal mask, which change the machine code of the loops around it.
+template <bool kIsWindow>
 struct KeyRange : KeyBounds {
-    static constexpr bool kHasBeginning = kHasBegin;
+    static constexpr bool kIsWindowed = kIsWindow;
     SKL_HOST_DEVICE explicit KeyRange(const KeyBounds& bounds) : KeyBounds(bounds) {}
 
     SKL_HOST_DEVICE int begin(int query_idx) const {
-        return kHasBegin ? clamped(query_idx - begin_lag, num_keys) : 0;
+        return kIsWindow ? clamped(query_idx - begin_lag, num_keys) : 0;
     }
     SKL_HOST_DEVICE int end(int query_idx) const {
-        if (!kHasBegin && !is_bounded) return num_keys;
-        return clamped(query_idx + 1 - end_lag, num_keys);
+        if (kIsWindow) return clamped(query_idx + 1 - end_lag, num_keys);
+        if (!is_causal) return num_keys;
+        return max_of(0, min_of(num_keys, query_idx + 1 + num_keys - num_queries));
     }
 
     // Of the queries [first, last], clipped to those that exist.
@@ -44,16 +46,25 @@ struct KeyRange : KeyBounds {
     // Whether any of the queries [first, last] sees no key: those that end before the first key are
     // the first ones, those that begin behind the last key the last.
     SKL_HOST_DEVICE bool has_empty(int first, int last) const {
-        return end(first) <= 0 || begin(min_of(last, num_queries - 1)) >= num_keys;
+        if (kIsWindow && begin(min_of(last, num_queries - 1)) >= num_keys) return true;
+        return end(first) <= 0;
     }
 
     // The queries that see at least one of the keys [first, last], clipped to those that exist.
     SKL_HOST_DEVICE Interval queries_of(int first, int last) const {
-        if (!kHasBegin && !is_bounded) return {0, num_queries};
-        const int begin = clamped(first + end_lag, num_queries);
-        if (!kHasBegin) return {begin, num_queries};
-        return {begin, clamped(min_of(last, num_keys - 1) + 1 + begin_lag, num_queries)};
+        if (kIsWindow) {
+            return {clamped(first + end_lag, num_queries),
+                    clamped(min_of(last, num_keys - 1) + 1 + begin_lag, num_queries)};
+        }
+        if (!is_causal) return {0, num_queries};
+        return {min_of(num_queries, max_of(0, first - (num_keys - num_queries))), num_queries};
     }
 
     SKL_HOST_DEVICE static int clamped(int idx, int num) { return max_of(0, min_of(num, idx)); }
 };
+
+// The same bounds, where they lie: a copy would cost registers.
+template <class Range>
+SKL_HOST_DEVICE const Range& range_of(const KeyBounds& bounds) {
+    return static_cast<const Range&>(bounds);
+}

@@ -29,6 +29,6 @@ __global__ void __launch_bounds__(kNumThreads) reduce_splits(const ForwardParams
     const int num_queries = params.range.num_queries;
     const int query_idx = static_cast<int>(row % num_queries),
               head_of_batch = static_cast<int>(row / num_queries);
-    write_row(params, KeyRange<true>(params.range), head_of_batch / params.num_heads,
+    write_row(params, range_of<KeyRange<true>>(params.range), head_of_batch / params.num_heads,
               head_of_batch % params.num_heads, query_idx, state);
 }

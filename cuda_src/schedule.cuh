@@ -77,19 +77,21 @@ struct TileRange {
     int begin, end;
 };
 
-// The tiles that hold any of the keys; none where there are none.
-template <int kBlockK>
-SKL_HOST_DEVICE TileRange tiles_of(const Interval& keys) {
+// The tiles that hold any of the keys that the queries [first, last] see; none where there are
+// none.
+template <int kBlockK, class Range>
+SKL_HOST_DEVICE TileRange tiles_of(const Range& range, int first, int last) {
+    const Interval keys = range.any_of(first, last);
     const int begin = keys.begin / kBlockK;
-    return {begin, keys.begin < keys.end ? ceil_div(keys.end, kBlockK) : begin};
+    const bool is_empty = Range::kIsWindowed && keys.begin >= keys.end;
+    return {begin, is_empty ? begin : ceil_div(keys.end, kBlockK)};
 }
 
 template <int kBlockK, class Range>
 SKL_HOST_DEVICE TileRange tiles_of_split(const Range& range, int first_query, int num_queries,
                                          int split_idx, int num_splits) {
-    const auto [begin, end] =
-        tiles_of<kBlockK>(range.any_of(first_query, first_query + num_queries - 1));
-    const int num_tiles = end - begin, share = num_tiles / num_splits,
+    const auto [begin, end] = tiles_of<kBlockK>(range, first_query, first_query + num_queries - 1);
+    const int num_tiles = max_of(0, end - begin), share = num_tiles / num_splits,
               rest = num_tiles % num_splits;
     const int first = begin + split_idx * share + min_of(split_idx, rest);
     return {first, first + share + (split_idx < rest)};

@@ -32,7 +32,7 @@ SKL_DEVICE void mask_scores(float (&s1)[kLines][kElements], float (&s2)[kLines][
     SKL_UNROLL
     for (int line = 0; line < kLines; ++line) {
         const int query = rows.query(row_of_line(line));
-        if constexpr (Range::kHasBeginning) {
+        if constexpr (Range::kIsWindowed) {
             // Positions among this thread's columns: two registers a line, and comparisons with
             // constants.
             const int first_col = first_key + col_of_element(0);

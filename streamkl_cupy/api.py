@@ -463,10 +463,10 @@ def warmup(
         name = (item.kernel, item.template)
         kernels[name] = max(kernels.get(name, 0), item.shared_memory)
 
-    for aligned, has_begin in itertools.product(
+    for aligned, is_window in itertools.product(
         (True, False) if unaligned else (True,), (False, True) if windowed else (False,)
     ):
-        found = plan.forward_kernels(dtype, *dims, aligned, has_begin, facts)
+        found = plan.forward_kernels(dtype, *dims, aligned, is_window, facts)
         for kernel, template, shared_memory in found:
             kernels.setdefault((kernel, template), shared_memory)
 

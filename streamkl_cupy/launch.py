@@ -288,7 +288,7 @@ def _strides(strides: Strides) -> tuple[int, int, int]:
 
 
 def _key_bounds(problem: Problem) -> tuple[int, ...]:
-    return problem.num_queries, problem.num_keys, int(problem.is_bounded), *problem.lags
+    return problem.num_queries, problem.num_keys, int(problem.mask == "causal"), *problem.lags
 
 
 def _log2_scale(scale: float) -> float:

@@ -511,20 +511,16 @@ def _forward(
         assert not isinstance(choice.forward_tile, ForwardTile)
         tile, num_splits = warpgroup_tile(problem, device, choice)
         heads = heads_per_tile(problem, tile.stationary_rows)
-        template = warpgroup_template(
-            problem.dtype, dim1, dim2, tile, heads > 1, problem.has_beginning
-        )
+        template = warpgroup_template(problem.dtype, dim1, dim2, tile, heads > 1, problem.is_window)
     else:
         heads = heads_per_tile(problem, FEW_QUERIES // max(1, problem.num_queries))
         rows = problem.num_queries * heads
-        narrow = choice.forward_tile or forward_tile(
-            dim1, dim2, rows, problem.has_beginning, device
-        )
+        narrow = choice.forward_tile or forward_tile(dim1, dim2, rows, problem.is_window, device)
         assert isinstance(narrow, ForwardTile)
         heads = heads_per_tile(problem, min(heads, narrow.stationary_rows))
         aligned = problem.aligned
         template = forward_template(
-            problem.dtype, dim1, dim2, narrow, aligned, heads > 1, problem.has_beginning
+            problem.dtype, dim1, dim2, narrow, aligned, heads > 1, problem.is_window
         )
         smem = narrow.shared_memory(dim1, dim2)
         fitting = (device.shared_memory_per_block + RESERVED_BYTES) // (smem + RESERVED_BYTES)
@@ -745,7 +741,7 @@ def warpgroup_tiles(dim1: int, dim2: int, is_packed: bool) -> Iterator[Warpgroup
 
 
 def warpgroup_template(
-    dtype: str, dim1: int, dim2: int, tile: WarpgroupTile, is_packed: bool, has_begin: bool
+    dtype: str, dim1: int, dim2: int, tile: WarpgroupTile, is_packed: bool, is_window: bool
 ) -> Template:
     """Template arguments of ``forward_sm90``."""
     return (
@@ -757,7 +753,7 @@ def warpgroup_template(
         ("kNumStages", tile.num_stages),
         ("kQueriesInRegisters", tile.queries_in_registers),
         ("kIsPacked", is_packed),
-        ("kHasBegin", has_begin),
+        ("kIsWindow", is_window),
     )
 
 
@@ -766,10 +762,10 @@ FEW_QUERIES = 64
 
 
 def forward_tile(
-    dim1: int, dim2: int, num_rows: int, has_begin: bool, device: DeviceFacts
+    dim1: int, dim2: int, num_rows: int, is_window: bool, device: DeviceFacts
 ) -> ForwardTile:
     """Choose the tile of a pair of buckets; see `forward_tiles`."""
-    tiles = forward_tiles(dim1, dim2, num_rows, has_begin)
+    tiles = forward_tiles(dim1, dim2, num_rows, is_window)
     sizes = [tile.shared_memory(dim1, dim2) for tile in tiles]
     if num_rows <= FEW_QUERIES:
         # Bound by memory: what counts is bytes under way, and the list is in that order.
@@ -779,7 +775,7 @@ def forward_tile(
     return _best_that_fits("forward_sm80", (dim1, dim2), tiles, sizes, device)
 
 
-def forward_tiles(dim1: int, dim2: int, num_rows: int, has_begin: bool) -> tuple[ForwardTile, ...]:
+def forward_tiles(dim1: int, dim2: int, num_rows: int, is_window: bool) -> tuple[ForwardTile, ...]:
     """Tiles for a pair of buckets and so many rows, the fastest first.
 
     Few rows take tiles whose warps share the keys, so that a block is bound by memory and not by
@@ -797,7 +793,7 @@ def forward_tiles(dim1: int, dim2: int, num_rows: int, has_begin: bool) -> tuple
     if num_rows <= FEW_QUERIES:
         return (ForwardTile(2, 2, 2, 64, 32, 2, False), ForwardTile(1, 4, 1, 32, 32, 2, True))
     if total <= 128:
-        return (ForwardTile(2, 4, 1, 64, 32 if has_begin else 64, 2, True),)
+        return (ForwardTile(2, 4, 1, 64, 32 if is_window else 64, 2, True),)
     if total <= 256:
         return (ForwardTile(2, 4, 1, 32, 32, 2, False), ForwardTile(2, 4, 1, 32, 16, 2, True))
     return (ForwardTile(1, 4, 1, 32, 32, 2, True), ForwardTile(1, 4, 1, 16, 16, 2, True))
@@ -810,7 +806,7 @@ def forward_template(
     tile: ForwardTile,
     aligned: bool,
     is_packed: bool,
-    has_begin: bool,
+    is_window: bool,
 ) -> Template:
     """Template arguments of ``forward_sm80``."""
     return (
@@ -826,7 +822,7 @@ def forward_template(
         ("kQueriesInRegisters", tile.queries_in_registers),
         ("kIsAligned", aligned),
         ("kIsPacked", is_packed),
-        ("kHasBegin", has_begin),
+        ("kIsWindow", is_window),
     )
 
 
@@ -987,7 +983,7 @@ def _side(
                 name, problem.dtype, side, dim1, dim2, tile, problem.aligned, has_dk
             )
             smem = tile.shared_memory(name, dim1, dim2)
-        template = (*template, ("kHasBegin", problem.has_beginning))
+        template = (*template, ("kIsWindow", problem.is_window))
         num_blocks = _ceil_div(num_rows, tile.stationary_rows)
         if num_blocks * num_heads == 0:
             return None, 0
@@ -1457,9 +1453,7 @@ def tile_candidates(
     limit = device.shared_memory_per_block
     if kernel == "forward_sm80":
         few = dict.fromkeys(
-            tile
-            for rows in ROW_CLASSES
-            for tile in forward_tiles(*dims, rows, problem.has_beginning)
+            tile for rows in ROW_CLASSES for tile in forward_tiles(*dims, rows, problem.is_window)
         )
         return tuple(tile for tile in few if tile.shared_memory(*dims) <= limit)
     if kernel == "forward_sm90":
@@ -1596,8 +1590,8 @@ def _specialisations(
             for dim in (dim1, dim2):
                 found["backward_finish", (("Element", element), ("kHeadDim", dim))] = None
             begins = (False, True) if (dim1, dim2) in windowed else (False,)
-            for aligned, has_begin in itertools.product((True, False), begins):
-                forwards = forward_kernels(dtype, dim1, dim2, aligned, has_begin, device)
+            for aligned, is_window in itertools.product((True, False), begins):
+                forwards = forward_kernels(dtype, dim1, dim2, aligned, is_window, device)
                 for kernel, template, _ in forwards:
                     found[kernel, template] = None
                 for kernel, side in itertools.product(BACKWARD_KERNELS, (1, 2)):
@@ -1624,24 +1618,24 @@ def _specialisations(
                             template = backward_warpgroup_template(
                                 dtype, side, dim1, dim2, fit, has_dk
                             )
-                        found[kernel, (*template, ("kHasBegin", has_begin))] = None
+                        found[kernel, (*template, ("kIsWindow", is_window))] = None
     return tuple(found)
 
 
 def forward_kernels(
-    dtype: str, dim1: int, dim2: int, aligned: bool, has_begin: bool, device: DeviceFacts
+    dtype: str, dim1: int, dim2: int, aligned: bool, is_window: bool, device: DeviceFacts
 ) -> Iterator[tuple[str, Template, int]]:
     """Every kernel that the forward of a pair of buckets can take: its template arguments and its
     bytes of shared memory."""
     for num_rows, is_packed in itertools.product(ROW_CLASSES, (False, True)):
         if not (is_packed and num_rows > FEW_QUERIES):  # only few queries are packed
-            tile = forward_tile(dim1, dim2, num_rows, has_begin, device)
-            template = forward_template(dtype, dim1, dim2, tile, aligned, is_packed, has_begin)
+            tile = forward_tile(dim1, dim2, num_rows, is_window, device)
+            template = forward_template(dtype, dim1, dim2, tile, aligned, is_packed, is_window)
             yield "forward_sm80", template, tile.shared_memory(dim1, dim2)
     for is_packed in (False, True) if device.arch == "sm_90a" and aligned else ():
         for wide in warpgroup_tiles(dim1, dim2, is_packed):
             if _fits(wide, (dim1, dim2), device):
-                template = warpgroup_template(dtype, dim1, dim2, wide, is_packed, has_begin)
+                template = warpgroup_template(dtype, dim1, dim2, wide, is_packed, is_window)
                 yield "forward_sm90", template, wide.shared_memory(dim1, dim2)
     for lanes in (2, 4, 8, 16, 32):
         yield "reduce_splits", (("kLanesPerRow", lanes),), 0

@@ -179,20 +179,20 @@ class Problem:
         return lags_of(self.num_queries, self.num_keys, self.causal, self.window, self.q_offset)
 
     @property
-    def has_beginning(self) -> bool:
-        """Whether some query does not see the first key because it lies too far back."""
-        return self.lags[0] < self.num_queries - 1
-
-    @property
-    def is_bounded(self) -> bool:
-        """Whether some query does not see the last key because it lies too far ahead."""
-        return self.lags[1] > 1 - self.num_keys
-
-    @property
     def mask(self) -> str:
-        """``"full"``, ``"causal"`` where only the end of what a query sees depends on the query,
-        or ``"window"``."""
-        return "window" if self.has_beginning else "causal" if self.is_bounded else "full"
+        """``"full"`` where every query sees every key, ``"causal"`` where it sees all up to a last
+        one and the last query sees every key, or ``"window"``."""
+        begin_lag, end_lag = self.lags
+        if begin_lag < self.num_queries - 1:
+            return "window"
+        if end_lag <= 1 - self.num_keys:
+            return "full"
+        return "causal" if end_lag == self.num_queries - self.num_keys else "window"
+
+    @property
+    def is_window(self) -> bool:
+        """Whether the mask takes the kernels of windows."""
+        return self.mask == "window"
 
     @property
     def group1(self) -> int:

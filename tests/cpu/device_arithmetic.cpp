@@ -80,22 +80,22 @@ namespace {
 
 // Calls with the key range of the bounds, of the kind that kernels are compiled for.
 template <class Call>
-auto with_range(const KeyBounds& bounds, int has_begin, const Call& call) {
-    return has_begin ? call(KeyRange<true>(bounds)) : call(KeyRange<false>(bounds));
+auto with_range(const KeyBounds& bounds, int is_window, const Call& call) {
+    return is_window ? call(KeyRange<true>(bounds)) : call(KeyRange<false>(bounds));
 }
 
 }  // namespace
 
-extern "C" void key_ends(const KeyBounds* bounds, int has_begin, int num, const int* query,
+extern "C" void key_ends(const KeyBounds* bounds, int is_window, int num, const int* query,
                          Interval* keys) {
-    with_range(*bounds, has_begin, [&](const auto& range) {
+    with_range(*bounds, is_window, [&](const auto& range) {
         for (int i = 0; i < num; ++i) keys[i] = {range.begin(query[i]), range.end(query[i])};
     });
 }
 
-extern "C" void keys_of_queries(const KeyBounds* bounds, int has_begin, int num, const int* first,
+extern "C" void keys_of_queries(const KeyBounds* bounds, int is_window, int num, const int* first,
                                 const int* last, Interval* any, Interval* all, Interval* empty) {
-    with_range(*bounds, has_begin, [&](const auto& range) {
+    with_range(*bounds, is_window, [&](const auto& range) {
         for (int i = 0; i < num; ++i) {
             any[i] = range.any_of(first[i], last[i]);
             all[i] = range.all_of(first[i], last[i]);
@@ -104,9 +104,9 @@ extern "C" void keys_of_queries(const KeyBounds* bounds, int has_begin, int num,
     });
 }
 
-extern "C" void queries_of_keys(const KeyBounds* bounds, int has_begin, int num, const int* first,
+extern "C" void queries_of_keys(const KeyBounds* bounds, int is_window, int num, const int* first,
                                 const int* last, Interval* queries) {
-    with_range(*bounds, has_begin, [&](const auto& range) {
+    with_range(*bounds, is_window, [&](const auto& range) {
         for (int i = 0; i < num; ++i) queries[i] = range.queries_of(first[i], last[i]);
     });
 }
@@ -286,11 +286,11 @@ int visit_keys_staggered(const BackwardParams& params, const Range& range, int n
 // Counts how often each pair of a query and a key meets; counts [queries][keys] start at zero.
 // Returns how often a query met a key that does not exist, or splits did not follow on each other;
 // -1 if there is no such tile.
-extern "C" int count_forward(const KeyBounds* bounds, int has_begin, int block_q, int block_k,
+extern "C" int count_forward(const KeyBounds* bounds, int is_window, int block_q, int block_k,
                              int row_tiles, int num_warps_k, int chunk, int num_splits,
                              int* counts) {
     const Block block{row_tiles, block_q / (16 * row_tiles), num_warps_k, chunk};
-    return with_range(*bounds, has_begin, [&](const auto& range) {
+    return with_range(*bounds, is_window, [&](const auto& range) {
         using Range = std::decay_t<decltype(range)>;
         const auto visit = block_q == 16 && block_k == 32    ? visit_queries<Tiles<16, 32>, Range>
                            : block_q == 16 && block_k == 128 ? visit_queries<Tiles<16, 128>, Range>
@@ -343,7 +343,7 @@ extern "C" int count_rows(int num_batches, int num_heads, int num_queries, int h
 
 // The same for the key-stationary kernels; counts [batches][heads][queries][keys]. Also counts
 // query heads that met the keys of a head that is not theirs.
-extern "C" int count_backward(const KeyBounds* bounds, int has_begin, int side, int num_batches,
+extern "C" int count_backward(const KeyBounds* bounds, int is_window, int side, int num_batches,
                               int num_heads, int group1, int group2, int block_rows, int block_q,
                               int rows_per_warp, int chunk_q, int* counts) {
     BackwardParams params{};
@@ -351,7 +351,7 @@ extern "C" int count_backward(const KeyBounds* bounds, int has_begin, int side, 
     params.group1 = group1;
     params.group2 = group2;
     params.num_blocks = ceil_div(bounds->num_keys, block_rows);
-    return with_range(*bounds, has_begin, [&](const auto& range) {
+    return with_range(*bounds, is_window, [&](const auto& range) {
         using Range = std::decay_t<decltype(range)>;
         const auto visit =
             side == 1 && block_rows == 32 && block_q == 16    ? visit_keys<1, 32, 16, Range>
@@ -367,7 +367,7 @@ extern "C" int count_backward(const KeyBounds* bounds, int has_begin, int side, 
 }
 
 // The same for backward_fused_sm90; also counts tiles out of place.
-extern "C" int count_backward_staggered(const KeyBounds* bounds, int has_begin, int side,
+extern "C" int count_backward_staggered(const KeyBounds* bounds, int is_window, int side,
                                         int num_batches, int num_heads, int group1, int group2,
                                         int* counts) {
     BackwardParams params{};
@@ -375,7 +375,7 @@ extern "C" int count_backward_staggered(const KeyBounds* bounds, int has_begin, 
     params.group1 = group1;
     params.group2 = group2;
     params.num_blocks = ceil_div(bounds->num_keys, 128);
-    return with_range(*bounds, has_begin, [&](const auto& range) {
+    return with_range(*bounds, is_window, [&](const auto& range) {
         return side == 1 ? visit_keys_staggered<1>(params, range, num_batches, counts)
                          : visit_keys_staggered<2>(params, range, num_batches, counts);
     });

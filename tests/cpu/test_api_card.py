@@ -562,12 +562,12 @@ class TestWarmup:
     def test_windows_have_kernels_of_their_own(self) -> None:
         skl.warmup(64, 64, arch="sm_80")
         plain = {(kernel, template) for kernel, template, _ in self.built}
-        assert all(("kHasBegin", True) not in template for _, template in plain)
+        assert all(("kIsWindow", True) not in template for _, template in plain)
         skl.warmup(64, 64, windowed=True, arch="sm_80")
         both = {(kernel, template) for kernel, template, _ in self.built}
-        begun = {one for one in both - plain if ("kHasBegin", True) in one[1]}
+        begun = {one for one in both - plain if ("kIsWindow", True) in one[1]}
         assert {kernel for kernel, _ in begun} == {
-            kernel for kernel, template in plain if ("kHasBegin", False) in template
+            kernel for kernel, template in plain if ("kIsWindow", False) in template
         }
 
     def test_without_a_card_it_builds_only(self) -> None:

@@ -554,18 +554,18 @@ def test_round_trip(library: ctypes.CDLL, exponent: int, log2_sum: float) -> Non
 
 @dataclass(frozen=True)
 class Mask:
-    """What a call says of its keys, and whether the kernels take it for one with a beginning."""
+    """What a call says of its keys, and whether the kernels take it for a window."""
 
     causal: bool = False
     window: Window = NO_WINDOW
     q_offset: int | None = None
-    takes_begin: bool = True
+    takes_window: bool = True
 
     def bounds(self, num_queries: int, num_keys: int) -> tuple[Any, int]:
         """The arguments of a C function that takes a key range."""
         problem = make_problem(num_queries, num_keys, self)
-        has_begin = problem.has_beginning or self.takes_begin
-        return pointer(np.array(launch._key_bounds(problem), np.int32)), int(has_begin)
+        is_window = problem.is_window or self.takes_window
+        return pointer(np.array(launch._key_bounds(problem), np.int32)), int(is_window)
 
     def allowed(self, num_queries: int, num_keys: int) -> np.ndarray:
         """Whether a query sees a key: [queries, keys]."""
@@ -617,8 +617,8 @@ def intervals(function: Any, bounds: tuple[Any, int], *columns: Any, out: int = 
 LENGTHS = st.integers(0, 24)
 SIDES = st.one_of(st.none(), st.integers(0, 30), st.integers(0, 200))
 OFFSETS = st.one_of(st.none(), st.none(), st.integers(-60, 60), st.integers(-400, 400))
-MASKS = st.builds(Mask, st.booleans(), st.tuples(SIDES, SIDES), OFFSETS, takes_begin=st.booleans())
-FULL, CAUSAL = Mask(takes_begin=False), Mask(causal=True, takes_begin=False)
+MASKS = st.builds(Mask, st.booleans(), st.tuples(SIDES, SIDES), OFFSETS, takes_window=st.booleans())
+FULL, CAUSAL = Mask(takes_window=False), Mask(causal=True, takes_window=False)
 BAND = Mask(window=(40, 3))
 
 

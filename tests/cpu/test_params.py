@@ -195,7 +195,7 @@ def common(problem: Problem) -> dict[str, Any]:
         **tensor("k2", problem.k2),
         "range.num_queries": 700,
         "range.num_keys": 3000,
-        "range.is_bounded": 1,
+        "range.is_causal": 0,
         "range.begin_lag": 51 - 2222,
         "range.end_lag": -2222,
         "num_heads": 12,
