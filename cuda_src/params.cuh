@@ -65,3 +65,14 @@ struct FinishParams {
     int num_row_tiles;  // of 16 rows, per head
     float gradient_scale;
 };
+
+struct StateRef {
+    const float *kl, *lse1, *lse2, *lse1_low, *lse2_low;  // low parts may be null
+};
+
+struct MergeParams {
+    float *kl, *lse1, *lse2, *lse1_low, *lse2_low;  // low parts may be null
+    StateRef states[8];
+    int64 num_rows;
+    int num_states;
+};

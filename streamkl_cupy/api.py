@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar, cast, overload
@@ -40,6 +41,7 @@ from streamkl_cupy.problem import (
     check_head_dim,
     check_options,
     check_output,
+    check_parts,
     check_rows,
     check_strategy,
     check_wrt,
@@ -333,6 +335,107 @@ def attention_kl_backward(
         return tuple([library.hand_back(buffer) for buffer in buffers])
 
 
+def merge_states(*states: KLState, out: KLState | None = None) -> KLState:
+    """The state over all keys, from those over disjoint parts of them.
+
+    For keys that do not come in one piece: shards of several devices, or blocks as they arrive.
+    Each part is computed with the same queries and scales and the keys of the part; the states
+    merge in any order, also merged ones again.
+
+    Parameters
+    ----------
+    *states
+        At least one, of the same rows, on one device, each a result of `attention_kl` with
+        ``return_state=True``, of this function or of `KLState.from_lse`. A row that sees no key of
+        a part has ``lse = -inf`` there, and the part adds nothing to it.
+    out
+        A `KLState` to write to, whose low parts may be missing.
+
+    Returns
+    -------
+    KLState
+        As the forward over all the keys returns it, to rounding. `attention_kl_backward` with this
+        state and the keys of one part gives that part's share of dq1 and dq2, which add up over the
+        parts, and the gradients of its own keys.
+
+    Raises
+    ------
+    TypeError, ValueError, ImportError, RuntimeError
+        As `attention_kl`. The arrays of a state are constants: a torch tensor that requires grad
+        raises, and no gradient goes through the merge.
+
+    Notes
+    -----
+    ``lse_t = log sum_a exp(lse_t,a)`` and, by the chain rule of KL, with the weights
+    ``w_t,a = exp(lse_t,a - lse_t)`` of the parts::
+
+        kl = sum_a w_1,a (kl_a + log w_1,a - log w_2,a)
+
+    in float64 on a GPU too, so that neither a small KL nor large logits lose anything.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q, k1 = np.ones((1, 1)), np.zeros((2, 1))
+    >>> k2 = np.log([[1.0], [3.0]])
+    >>> first = attention_kl(q, k1[:1], q, k2[:1], return_state=True)
+    >>> second = attention_kl(q, k1[1:], q, k2[1:], return_state=True)
+    >>> merge_states(first, second).kl.round(6)
+    array([0.143841])
+    """
+    # Take in.
+    if not states:
+        remedy = "pass the states of the parts, for example merge_states(*states)"
+        raise ValueError(message("states", "at least one KLState", "none", remedy))
+    names: list[str] = []
+    values: list[Any] = []
+    for position, state in enumerate(states):
+        for name, value in _parts(_check_state(f"states[{position}]", state)).items():
+            names.append(f"{position}.{name}")
+            values.append(value)
+    parts = interop.take_all(_state_arguments(tuple(names)), tuple(values))
+    outputs = {} if out is None else _take_state_outputs(out, True, parts, "states[0].kl")
+
+    # Describe.
+    _describe_parts(tuple(names), parts.keys)
+    shape, _, _, index, _ = parts.keys[0]
+    row_dtype = "float64" if index == CPU else "float32"
+    results = dict.fromkeys(_STATE, (shape, row_dtype))
+    if outputs:
+        labels = {name: f"out.{name}" for name in outputs}
+        others = parts.operands(_state_arguments(tuple(names)))
+        _check_outputs(outputs, labels, results, ITEM_BYTES[row_dtype], others)
+    if index == CPU:
+        rows = dict(zip(names, parts.arrays, strict=True))
+        merged = reference.merge_states(
+            *(_reference_state(rows, f"{position}.") for position in range(len(states)))
+        )
+        _write_state(merged, outputs)
+        return _host_state(merged, parts.arrays[0]) if out is None else out
+
+    library = cast(CudaLibrary, parts.library)
+    with interop.under_device(index):
+        # Plan.
+        prepared = prepare_merge(math.prod(shape), len(states), index)
+        stream = library.current_stream(index)
+        prepared.require_loaded(stream)
+
+        # Launch.
+        pointers = dict.fromkeys(_STATE, 0)
+        for position in range(len(states)):
+            pointers |= dict.fromkeys((f"{position}.{name}" for name in _STATE), 0)
+        pointers.update(zip(names, parts.pointers, strict=True))
+        pointers.update({name: array.pointer for name, array in outputs.items()})
+        buffers = [] if outputs else _allocate(library, results, index, pointers)
+        _launch(prepared, pointers, library, index, stream)
+
+        # Hand back.
+        library.settle(stream)
+        if out is not None:
+            return out
+        return KLState(*(library.hand_back(buffer) for buffer in buffers))
+
+
 def warmup(
     head_dim1: int = 128,
     head_dim2: int = 128,
@@ -439,6 +542,7 @@ def warmup(
         for kernel, template, shared_memory in plan.forward_kernels(dtype, *dims, aligned, facts):
             kernels.setdefault((kernel, template), shared_memory)
 
+    kernels.setdefault(("merge_states", ()), 0)
     for num_done, ((kernel, template), shared_memory) in enumerate(kernels.items()):
         if progress is not None:
             progress(num_done, len(kernels), jit.render(kernel, template))
@@ -461,7 +565,7 @@ class Prepared:
 
     def __init__(
         self,
-        chosen: plan.ForwardPlan | plan.BackwardPlan,
+        chosen: plan.ForwardPlan | plan.BackwardPlan | plan.MergePlan,
         chain: Chain,
         device_index: int,
     ) -> None:
@@ -578,6 +682,23 @@ def prepare_backward(
     return Prepared(chosen, launch.backward(chosen, problem, dkl, device_index), device_index)
 
 
+@functools.lru_cache(maxsize=_REMEMBERED)
+def prepare_merge(num_rows: int, num_states: int, device_index: int) -> Prepared:
+    """Plan the merge of states, as `prepare_forward` does the forward.
+
+    Parameters
+    ----------
+    num_rows
+        Of each state.
+    num_states
+        How many there are.
+    device_index
+        The card.
+    """
+    chosen = plan.merge(num_rows, num_states, launch.device_facts(device_index))
+    return Prepared(chosen, launch.merge(chosen, num_rows, device_index), device_index)
+
+
 def _launch(
     prepared: Prepared, pointers: Mapping[str, int], library: CudaLibrary, index: int, stream: int
 ) -> None:
@@ -619,20 +740,30 @@ def _describe_rows(
     return check(dkl, contiguous=False)
 
 
+@functools.lru_cache(maxsize=_REMEMBERED)
+def _describe_parts(names: tuple[str, ...], keys: tuple[interop.Key, ...]) -> None:
+    """Check the arrays of states that are to be merged."""
+    check_parts(list(map(interop.operand_of, _state_arguments(names), keys)))
+
+
 def _take_rows(dkl: Any, state: Any, inputs: Group) -> tuple[tuple[str, ...], Group]:
     """Upstream gradient and the parts of the state that there are, and what these are called."""
+    parts = _parts(_check_state("state", state))
+    names = ("dkl", *parts)
+    return names, interop.take_all(_row_arguments(names), (dkl, *parts.values()), inputs)
+
+
+def _check_state(name: str, state: Any) -> KLState:
     if not isinstance(state, KLState):
         raise TypeError(
             message(
-                "state",
+                name,
                 "a KLState",
                 type(state).__name__,
                 "pass the result of attention_kl(..., return_state=True) or KLState.from_lse(...)",
             )
         )
-    parts = _parts(state)
-    names = ("dkl", *parts)
-    return names, interop.take_all(_row_arguments(names), (dkl, *parts.values()), inputs)
+    return state
 
 
 def _parts(state: KLState) -> dict[str, Any]:
@@ -651,7 +782,15 @@ def _row_arguments(names: tuple[str, ...]) -> tuple[str, ...]:
     return (names[0], *(f"state.{name}" for name in names[1:]))
 
 
-def _take_state_outputs(out: Any, return_state: bool, inputs: Group) -> dict[str, Array]:
+@functools.cache
+def _state_arguments(names: tuple[str, ...]) -> tuple[str, ...]:
+    """What messages call the arrays ``0.kl 0.lse1 ...`` of states."""
+    return tuple("states[{}].{}".format(*name.split(".")) for name in names)
+
+
+def _take_state_outputs(
+    out: Any, return_state: bool, inputs: Group, first: str = "q1"
+) -> dict[str, Array]:
     if not return_state and not isinstance(out, KLState):
         return {"kl": interop.take("out", out, inputs)}
     if not return_state or not isinstance(out, KLState):
@@ -659,7 +798,7 @@ def _take_state_outputs(out: Any, return_state: bool, inputs: Group) -> dict[str
         remedy = "allocate one" if return_state else "pass out.kl, or return_state=True as well"
         raise TypeError(message("out", expected, type(out).__name__, remedy))
     parts = _parts(out).items()
-    return {name: interop.take(f"out.{name}", value, inputs) for name, value in parts}
+    return {name: interop.take(f"out.{name}", value, inputs, first) for name, value in parts}
 
 
 def _take_gradient_outputs(out: Any, wrt: tuple[str, ...], inputs: Group) -> dict[str, Array]:
@@ -712,17 +851,26 @@ def _refer_forward(
 ) -> Any:
     """`attention_kl` on the CPU, written to `outputs` if there are any."""
     state = reference.attention_kl(*(array.view for array in inputs), **options, return_state=True)
-    values = {"kl": state.kl, "lse1": state.lse1, "lse2": state.lse2}
     if outputs:
-        for name, array in outputs.items():
-            # In float64 nothing is missing from lse.
-            array.view[...] = values.get(name, 0.0)
+        _write_state(state, outputs)
         return None
-    first = inputs[0]
+    if not return_state:
+        return cast(HostLibrary, inputs[0].library).from_numpy(state.kl, inputs[0])
+    return _host_state(state, inputs[0])
+
+
+def _write_state(state: reference.ReferenceState, outputs: Mapping[str, Array]) -> None:
+    """Write a state to the caller's arrays, as far as there are any."""
+    for name, array in outputs.items():
+        # In float64 nothing is missing from lse.
+        array.view[...] = 0.0 if name.endswith("_low") else getattr(state, name)
+
+
+def _host_state(state: reference.ReferenceState, first: Array) -> KLState:
+    """Turn a state into one of arrays like `first`."""
+    values = {"kl": state.kl, "lse1": state.lse1, "lse2": state.lse2}
     library = cast(HostLibrary, first.library)
     results = {name: library.from_numpy(value, first) for name, value in values.items()}
-    if not return_state:
-        return results["kl"]
     for name in ("lse1", "lse2"):
         stored = interop.take(name, results[name]).view
         if stored.dtype != np.float64:
@@ -740,12 +888,7 @@ def _refer_backward(
     outputs: Mapping[str, Array],
 ) -> tuple[Any, ...]:
     """`attention_kl_backward` on the CPU, written to `outputs` if there are any."""
-    values = {name: array.view.astype(np.float64) for name, array in zip(names, rows, strict=True)}
-    state = reference.ReferenceState(
-        values["kl"],
-        values["lse1"] + values.get("lse1_low", 0.0),
-        values["lse2"] + values.get("lse2_low", 0.0),
-    )
+    state = _reference_state(dict(zip(names, rows, strict=True)))
     views = {name: array.view for name, array in zip(INPUTS, inputs, strict=True)}
     dkl = rows[0].view
     gradients = reference.attention_kl_backward(dkl, **views, state=state, wrt=wrt, **options)
@@ -760,6 +903,19 @@ def _refer_backward(
                 rounded = gradient.astype(interop.numpy_dtype(first.dtype))
                 results.append(library.from_numpy(rounded, first))
     return tuple(results)
+
+
+def _reference_state(rows: Mapping[str, Array], prefix: str = "") -> reference.ReferenceState:
+    """The state whose arrays have these names."""
+
+    def values(name: str) -> Any:
+        return rows[prefix + name].view.astype(np.float64) if prefix + name in rows else 0.0
+
+    return reference.ReferenceState(
+        values("kl"),
+        values("lse1") + values("lse1_low"),
+        values("lse2") + values("lse2_low"),
+    )
 
 
 def _rest(exact: Any, stored: Any) -> Any:

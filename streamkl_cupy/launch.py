@@ -16,7 +16,15 @@ from dataclasses import replace
 
 from streamkl_cupy import choices
 from streamkl_cupy.chain import Address, Chain, Clear, Kernel, Map, Params, Step
-from streamkl_cupy.plan import BackwardPlan, DeviceFacts, ForwardPlan, KernelPlan, SidePlan
+from streamkl_cupy.plan import (
+    MERGED_AT_ONCE,
+    BackwardPlan,
+    DeviceFacts,
+    ForwardPlan,
+    KernelPlan,
+    MergePlan,
+    SidePlan,
+)
 from streamkl_cupy.problem import INPUTS, Problem, Strides, gradient_strides
 from streamkl_cupy.tensor_map import Tensor
 
@@ -64,6 +72,7 @@ BACKWARD_PARAMS = struct.Struct(
     + "ff"
     + "f"
 )
+MERGE_PARAMS = struct.Struct("=" + "QQQQQ" + "QQQQQ" * MERGED_AT_ONCE + "q" + "i" + "4x")
 FINISH_PARAMS = struct.Struct("=" + "Q" + "Q" + _ROWS + "iii" + "i" + "f" + "4x")
 
 # What the arrays of a launch are called; one that there is not has the address 0.
@@ -203,6 +212,36 @@ def backward(plan: BackwardPlan, problem: Problem, dkl: Strides, device_index: i
                 steps.append(Kernel(kernel, params, _maps(problem, kernel)))
         if side.finish is not None:
             steps.append(Kernel(side.finish, _finish_params(problem, scratch, side)))
+    return Chain(plan.arch, device_index, steps)
+
+
+def merge(plan: MergePlan, num_rows: int, device_index: int) -> Chain:
+    """Write down the merge of states.
+
+    Parameters
+    ----------
+    plan
+        What to run.
+    num_rows
+        Of each state.
+    device_index
+        The card.
+
+    Returns
+    -------
+    Chain
+        Launch it with the addresses of ``kl lse1 lse2 lse1_low lse2_low``, the result, and of
+        ``0.kl 0.lse1 ...``, the states (low parts may be 0).
+    """
+    whole = [Address(name) for name in STATE]
+    steps = []
+    for kernel, (first, stop) in zip(plan.kernels, plan.takes, strict=False):
+        fields: list[int | Address] = [] if first == 0 else [*whole]
+        fields += [Address(f"{i}.{name}") for i in range(first, stop) for name in STATE]
+        num_states = len(fields) // len(STATE)
+        fields += [0] * (len(STATE) * (MERGED_AT_ONCE - num_states))
+        params = Params(MERGE_PARAMS, (*whole, *fields, num_rows, num_states))
+        steps.append(Kernel(kernel, params))
     return Chain(plan.arch, device_index, steps)
 
 

@@ -30,6 +30,9 @@ TILE_ALIGNMENT = 128
 REDUCE_THREADS = 128
 PREPARE_THREADS = 256
 FINISH_THREADS = 256
+MERGE_THREADS = 256
+# States that a launch of merge_states takes.
+MERGED_AT_ONCE = 8
 
 # Multiprocessors and shared memory per block of a card of each architecture, to plan for one that
 # is not there.
@@ -382,6 +385,22 @@ class BackwardPlan:
     @property
     def kernels(self) -> tuple[KernelPlan, ...]:
         return tuple(kernel for side in self.sides for kernel in side.kernels)
+
+
+@dataclass(frozen=True, slots=True)
+class MergePlan:
+    """The merge of states: launches one after the other, of which each but the first takes the
+    result of the one before as its first state.
+
+    ``takes`` holds the first of the caller's states that each launch takes, and the one past its
+    last.
+    """
+
+    name: str
+    arch: str
+    kernels: tuple[KernelPlan, ...]
+    takes: tuple[tuple[int, int], ...]
+    workspace_bytes: int = 0
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1244,6 +1263,27 @@ def backward_template(
 
 
 # -------------------------------------------------------------------------------------------------
+# States
+
+
+def merge(num_rows: int, num_states: int, device: DeviceFacts) -> MergePlan:
+    """Plan the merge of states.
+
+    Examples
+    --------
+    >>> merge(1000, 20, device_facts("sm_80")).takes
+    ((0, 8), (8, 15), (15, 20))
+    """
+    takes = [(0, min(num_states, MERGED_AT_ONCE))]
+    while (first := takes[-1][1]) < num_states:
+        takes.append((first, min(num_states, first + MERGED_AT_ONCE - 1)))
+    grid = _ceil_div(num_rows, MERGE_THREADS)
+    kernel = KernelPlan("merge_states", (), grid, MERGE_THREADS, 0)
+    kernels = (kernel,) * len(takes) if num_rows else ()
+    return MergePlan(f"merge_states_{num_states}", device.arch, kernels, tuple(takes))
+
+
+# -------------------------------------------------------------------------------------------------
 # Candidates: what a measurement may choose among, and what it has chosen
 
 
@@ -1520,7 +1560,7 @@ def _specialisations(
     arch: str, pairs: list[tuple[int, int]], without_dk: list[tuple[int, int]]
 ) -> tuple[Specialisation, ...]:
     device = device_facts(arch)
-    found: dict[Specialisation, None] = {}
+    found: dict[Specialisation, None] = {("merge_states", ()): None}
     for side in (1, 2):
         for weighted in (True, False) if arch == "sm_90a" else (False,):
             found["backward_prepare", (("kSide", side), ("kIsWeighted", weighted))] = None

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple, Protocol, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["ReferenceState", "attention_kl", "attention_kl_backward"]
+__all__ = ["ReferenceState", "attention_kl", "attention_kl_backward", "merge_states"]
 
 _Float64 = NDArray[np.float64]
 _Bool = NDArray[np.bool_]
@@ -280,6 +280,68 @@ def attention_kl_backward(
     return tuple(gradients[name] for name in wrt)
 
 
+def merge_states(*states: _State) -> ReferenceState:
+    """The state over all keys, from those over disjoint parts of them.
+
+    Parameters
+    ----------
+    *states
+        At least one, each with float arrays ``kl``, ``lse1`` and ``lse2`` of the same shape. A row
+        whose log-sum-exps are -inf has no keys in that part.
+
+    Returns
+    -------
+    ReferenceState
+        As `attention_kl` over all the keys would return it.
+
+    Raises
+    ------
+    ValueError
+        When there is none, or the shapes differ.
+
+    Notes
+    -----
+    ``lse_t = log sum_a exp(lse_t,a)`` and, by the chain rule of KL, with the weights
+    ``w_t,a = exp(lse_t,a - lse_t)`` of the parts::
+
+        kl = sum_a w_1,a (kl_a + log w_1,a - log w_2,a)
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> one, k1, k2 = np.ones((1, 1)), np.zeros((2, 1)), np.log([[1.0], [3.0]])
+    >>> parts = [
+    ...     attention_kl(one, k1[j : j + 1], one, k2[j : j + 1], return_state=True) for j in (0, 1)
+    ... ]
+    >>> [float(part.kl[0]) for part in parts]
+    [0.0, 0.0]
+    >>> bool(np.isclose(merge_states(*parts).kl[0], 0.5 * np.log(4 / 3)))
+    True
+    """
+    if not states:
+        raise ValueError("states: expected at least one state, got none; pass those of the parts")
+    kl, lse1, lse2 = (
+        [_as_float64(getattr(state, name)) for state in states] for name in ReferenceState._fields
+    )
+    shape = kl[0].shape
+    for position, part in enumerate(zip(kl, lse1, lse2, strict=True)):
+        for name, array in zip(ReferenceState._fields, part, strict=True):
+            if array.shape != shape:
+                raise ValueError(
+                    f"states[{position}].{name}: expected the shape of states[0].kl, {shape}, got "
+                    f"{array.shape}; pass states of the same query rows"
+                )
+    with np.errstate(all="ignore"):
+        whole1, whole2 = _log_sum(lse1), _log_sum(lse2)
+        total = np.zeros(shape)
+        for kl_a, lse1_a, lse2_a in zip(kl, lse1, lse2, strict=True):
+            log_w1, log_w2 = lse1_a - whole1, lse2_a - whole2
+            share = np.exp(log_w1) * (kl_a + (log_w1 - log_w2))
+            # A part that P1 does not reach adds nothing: x log x goes to 0 with x.
+            total += np.where(lse1_a == -np.inf, 0.0, share)
+    return ReferenceState(total, whole1, whole2)
+
+
 @dataclass(frozen=True, slots=True)
 class _Side:
     """One distribution: queries ``(B, H, N_Q, D)``, keys ``(B, HK, N_K, D)`` and the scale."""
@@ -303,6 +365,14 @@ class _Side:
         product: _Float64 = queries @ keys.swapaxes(1, 2)
         product *= self.scale
         return product
+
+
+def _log_sum(parts: Sequence[_Float64]) -> _Float64:
+    """``log sum_a exp(parts[a])``; -inf where all are."""
+    maximum = np.max(parts, axis=0)
+    reference = np.where(maximum == -np.inf, 0.0, maximum)
+    total: _Float64 = reference + np.log(np.sum([np.exp(x - reference) for x in parts], axis=0))
+    return total
 
 
 def _as_float64(array: ArrayLike) -> _Float64:

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <vector>
 
+#include "finished_rows.cuh"
 #include "key_range.cuh"
 #include "kl_state.cuh"
 #include "params.cuh"
@@ -56,6 +57,21 @@ extern "C" void merge_states(int num, const KlState* a, const KlState* b, KlStat
 
 extern "C" void finish_states(int num, const KlState* states, RowResult* results) {
     for (int i = 0; i < num; ++i) results[i] = finish(states[i]);
+}
+
+// Rows of kl, lse1, its low part, lse2, its low part: as the states lie on the card, and folded as
+// there.
+extern "C" void merge_finished(int num_states, int num, const RowResult* states,
+                               RowResult* merged) {
+    const auto row_of = [](const RowResult& x) {
+        return FinishedRow{x.kl, static_cast<double>(x.lse1.high) + x.lse1.low,
+                           static_cast<double>(x.lse2.high) + x.lse2.low};
+    };
+    for (int i = 0; i < num; ++i) {
+        FinishedRow whole = row_of(states[i]);
+        for (int j = 1; j < num_states; ++j) whole = merge(whole, row_of(states[j * num + i]));
+        merged[i] = {static_cast<float>(whole.kl), split(whole.lse1), split(whole.lse2)};
+    }
 }
 
 extern "C" void nats_of(int num, const float* exponent, const float* log2_sum, FloatPair* nats) {

@@ -121,6 +121,42 @@ class Card:
             functools.partial(self.launch_backward, chosen, problem, dkl, device_index)
         )
 
+    def merge(self, chosen: plan.MergePlan, num_rows: int, device_index: int) -> PretendedChain:
+        return PretendedChain(functools.partial(self.launch_merge, chosen, num_rows, device_index))
+
+    def launch_merge(
+        self,
+        chosen: plan.MergePlan,
+        num_rows: int,
+        device_index: int,
+        pointers: dict[str, int],
+        workspace: int,
+        stream: int,
+    ) -> None:
+        assert self.current == [device_index]
+        assert workspace == 0
+        self.launched.append((chosen, num_rows, pointers, stream))
+        strides = Strides(num_rows, num_rows, 1)
+
+        def rows(name: str) -> np.ndarray:
+            if not pointers[name]:
+                return np.zeros(num_rows)
+            return read(pointers[name], (1, 1, num_rows, 1), strides, np.float32).ravel()
+
+        states = [
+            reference.ReferenceState(
+                rows(f"{i}.kl"),
+                rows(f"{i}.lse1") + rows(f"{i}.lse1_low"),
+                rows(f"{i}.lse2") + rows(f"{i}.lse2_low"),
+            )
+            for i in range(chosen.takes[-1][1])
+        ]
+        merged = reference.merge_states(*states)._asdict()
+        merged |= {name: np.full(num_rows, 0.25) for name in ("lse1_low", "lse2_low")}
+        for name, values in merged.items():
+            if pointers[name]:
+                read(pointers[name], (1, 1, num_rows, 1), strides, np.float32)[0, 0, :, 0] = values
+
     def launch_forward(
         self,
         chosen: plan.ForwardPlan,
@@ -220,6 +256,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     monkeypatch.setattr(launch, "device_facts", lambda index: FACTS)
     monkeypatch.setattr(launch, "forward", pretended.forward)
     monkeypatch.setattr(launch, "backward", pretended.backward)
+    monkeypatch.setattr(launch, "merge", pretended.merge)
     monkeypatch.setattr(jit, "is_loaded", lambda *slot: pretended.loaded)
 
     def counted(function: Any) -> Any:
@@ -233,10 +270,12 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     monkeypatch.setattr(plan, "backward", counted(plan.backward))
     api.prepare_forward.cache_clear()
     api.prepare_backward.cache_clear()
+    api.prepare_merge.cache_clear()
     yield pretended
     # The plans of this test hold its pretended launches.
     api.prepare_forward.cache_clear()
     api.prepare_backward.cache_clear()
+    api.prepare_merge.cache_clear()
 
 
 def random_inputs(
@@ -316,6 +355,42 @@ def test_unaligned_views_take_another_plan(card: Card, rng: np.random.Generator)
     np.testing.assert_array_equal(kl.host, reference.attention_kl(**inputs).astype(np.float32))
     assert not card.launched[-1][1].aligned
     assert "guarded" in card.launched[-1][0].name
+
+
+@pytest.mark.parametrize("num_states", [1, 2, 11])
+def test_merged_states(card: Card, num_states: int, rng: np.random.Generator) -> None:
+    parts = [
+        reference.ReferenceState(*rng.standard_normal((3, 2, 4, 5)).astype(np.float32))
+        for _ in range(num_states)
+    ]
+    low = np.full((2, 4, 5), 0.5, np.float32)
+    states = [skl.KLState(*map(CardArray, part), None, CardArray(low)) for part in parts]
+    exact = reference.merge_states(*(part._replace(lse2=part.lse2 + 0.5) for part in parts))
+    merged = skl.merge_states(*states)
+    for name in ("kl", "lse1", "lse2"):
+        expected = getattr(exact, name).astype(np.float32)
+        np.testing.assert_array_equal(getattr(merged, name).host, expected)
+    assert (merged.lse1_low.host == 0.25).all()
+    assert card.library.allocated == [((2, 4, 5), "float32", DEVICE)] * 5
+    assert card.library.settled == [STREAM + DEVICE]
+
+    out = skl.KLState(*(CardArray(np.full((2, 4, 5), np.nan, np.float32)) for _ in range(3)))
+    assert skl.merge_states(*states, out=out) is out
+    np.testing.assert_array_equal(out.kl.host, merged.kl.host)
+    assert card.launched[-1][2]["lse1_low"] == 0
+    assert len(card.library.allocated) == 5
+
+
+def test_merged_states_of_other_dtypes_or_devices_are_refused(card: Card) -> None:
+    rows = np.zeros(5, np.float32)
+    state = skl.KLState(*(CardArray(rows) for _ in range(3)))
+    elsewhere = skl.KLState(*(CardArray(rows, DEVICE + 1) for _ in range(3)))
+    with pytest.raises(ValueError, match=r"^states\[1\]\.kl: expected an array on cuda:3 like "):
+        skl.merge_states(state, elsewhere)
+    wide = skl.KLState(*(CardArray(rows.astype(np.float64)) for _ in range(3)))
+    with pytest.raises(TypeError, match=r"^states\[0\]\.kl: expected float32, got float64"):
+        skl.merge_states(wide)
+    assert card.launched == []
 
 
 @pytest.mark.parametrize("wrt", [("q1",), ("k2",), ("k1", "q2")])
@@ -559,7 +634,8 @@ class TestWarmup:
     def test_without_a_card_it_builds_only(self) -> None:
         names = skl.warmup(32, 32, "float16", backward=False, arch="sm_80")
         assert self.loaded == []
-        assert {kernel for kernel, _, _ in self.built} == {"forward_sm80", "reduce_splits"}
+        kernels = {"forward_sm80", "reduce_splits", "merge_states"}
+        assert {kernel for kernel, _, _ in self.built} == kernels
         assert {arch for _, _, arch in self.built} == {"sm_80"}
         assert all("guarded" not in name for name in names)
         assert len(set(names)) == len(names) >= len(plan.ROW_CLASSES)

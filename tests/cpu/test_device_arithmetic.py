@@ -407,6 +407,79 @@ def test_any_split_in_any_order_is_the_whole(
         )
 
 
+def merge_finished(library: ctypes.CDLL, parts: np.ndarray) -> np.ndarray:
+    """Finished rows [parts, rows, 5] as one, in this order."""
+    merged = np.empty_like(parts[0])
+    library.merge_finished(
+        len(parts), len(parts[0]), pointer(np.ascontiguousarray(parts)), pointer(merged)
+    )
+    return merged
+
+
+@many(max_examples=60)
+@given(
+    seed=SEEDS,
+    shape=st.sampled_from(SHAPES),
+    num_keys=st.integers(1, 300),
+    spread=st.floats(0, 200),
+    noise=st.sampled_from((0.0, 1e-3, 1.0)),
+    num_parts=st.integers(1, 20),
+    num_empty=st.integers(0, 3),
+)
+@example(
+    seed=0, shape="offset", num_keys=300, spread=0, noise=1e-3, num_parts=9, num_empty=1
+)  # kl of 1e-6 under logits of 1000
+def test_finished_rows_merge_to_the_whole(
+    library: ctypes.CDLL,
+    seed: int,
+    shape: str,
+    num_keys: int,
+    spread: float,
+    noise: float,
+    num_parts: int,
+    num_empty: int,
+) -> None:
+    rng = np.random.default_rng(seed)
+    logits = draw_logits(seed, shape, num_keys, spread, noise, masked=0.3)
+    parts = [finish(library, empty_states(library, NUM_ROWS))] * num_empty
+    ends = np.sort(rng.integers(num_keys + 1, size=num_parts - 1))
+    for keys in np.split(rng.permutation(num_keys), ends):
+        x1, x2, visible = (x[:, keys] for x in (logits.x1, logits.x2, logits.visible))
+        if len(keys):
+            parts.append(results_of(library, Logits(x1, x2, visible)))
+    rng.shuffle(parts)
+    ours, ref, whole = (
+        merge_finished(library, np.stack(parts)),
+        exact(logits),
+        results_of(library, logits),
+    )
+    is_empty = ~logits.visible.any(axis=1)
+    assert (ours[is_empty] == [0, -np.inf, 0, -np.inf, 0]).all()
+    ours, ref, whole = ours[~is_empty], ref[~is_empty], whole[~is_empty]
+    # Each part is off by as little as a small KL of the forward may be, and the merge adds nothing.
+    np.testing.assert_allclose(ours[:, KL], ref[:, 0], rtol=16 * EPSILON, atol=64 * EPSILON)
+    for i, lse, low in ((1, LSE1, LSE1_LOW), (2, LSE2, LSE2_LOW)):
+        np.testing.assert_allclose(ours[:, lse], ref[:, i], rtol=4 * EPSILON, atol=64 * EPSILON)
+        both = [x[:, lse].astype(np.float64) + x[:, low] for x in (ours, whole)]
+        np.testing.assert_allclose(*both, rtol=0, atol=64 * EPSILON)
+    if noise == 0 and shape != "far apart":
+        # One key alone leaves what the device sets to zero when it writes the row.
+        np.testing.assert_allclose(ours[:, KL], 0, atol=4 * EPSILON)
+
+
+def test_finished_rows_without_keys(library: ctypes.CDLL) -> None:
+    logits = draw_logits(1, "random", 100, 0, 1)
+    rows, empty = results_of(library, logits), finish(library, empty_states(library, NUM_ROWS))
+    for parts in ([rows, empty], [empty, rows], [rows], [empty, rows, empty]):
+        np.testing.assert_array_equal(merge_finished(library, np.stack(parts)), rows)
+    for value in (np.nan, np.inf):
+        for column in (KL, LSE1, LSE2):
+            broken = rows.copy()
+            broken[3, column] = value
+            merged = merge_finished(library, np.stack([rows, broken, empty]))
+            assert (np.isfinite(merged[:, KL]) == (np.arange(NUM_ROWS) != 3)).all()
+
+
 def test_empty_states(library: ctypes.CDLL) -> None:
     empty = empty_states(library, NUM_ROWS)
     assert (finish(library, empty) == [0, -np.inf, 0, -np.inf, 0]).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -49,6 +50,10 @@ def state(**changes: Any) -> Any:
 def backward(**changes: Any) -> Callable[[], Any]:
     arguments = {"dkl": zeros(2, 4, 5), "state": state()}
     return lambda: skl.attention_kl_backward(**inputs(**arguments | changes))
+
+
+def double_rows() -> dict[str, Any]:
+    return {name: np.zeros((2, 4, 5)) for name in ("kl", "lse1", "lse2")}
 
 
 def readonly(array: np.ndarray) -> np.ndarray:
@@ -380,6 +385,42 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "out[1]: expected the shape of the result, (2, 4, 7, 6), got (2, 4, 5, 6); allocate it in "
         "that shape.",
     ),
+    # Merging.
+    "no state": (
+        lambda: skl.merge_states(),
+        ValueError,
+        "states: expected at least one KLState, got none; pass the states of the parts, for "
+        "example merge_states(*states).",
+    ),
+    "a list of states": (
+        lambda: skl.merge_states([state()]),  # type: ignore[arg-type]
+        TypeError,
+        "states[0]: expected a KLState, got list; pass the result of "
+        "attention_kl(..., return_state=True) or KLState.from_lse(...).",
+    ),
+    "rows of a state": (
+        lambda: skl.merge_states(state(), state(lse2=zeros(2, 4, 6))),
+        ValueError,
+        "states[1].lse2: expected the shape of states[0].kl, (2, 4, 5), got (2, 4, 6); pass "
+        "states of the same query rows.",
+    ),
+    "dtype of a state": (
+        lambda: skl.merge_states(state(), state(kl=np.zeros((2, 4, 5), int))),
+        TypeError,
+        "states[1].kl: expected bfloat16, float16, float32 or float64, got int64; cast it.",
+    ),
+    "strides of a state": (
+        lambda: skl.merge_states(state(kl=zeros(5, 4, 2).T)),
+        ValueError,
+        "states[0].kl: expected a C-contiguous array, got strides (1, 2, 8) for shape (2, 4, 5); "
+        "pass a contiguous array.",
+    ),
+    "merged into part of itself": (
+        lambda: skl.merge_states(one := state(**double_rows()), out=one),
+        ValueError,
+        "out.kl: expected memory of its own, got memory that overlaps with that of states[0].kl; "
+        "allocate it separately.",
+    ),
     # Preparing.
     "warmup head dim": (
         lambda: skl.warmup(12, 64),
@@ -419,7 +460,7 @@ def test_texts(case: str) -> None:
 def test_every_text_has_the_one_form() -> None:
     for _, _, text in CASES.values():
         argument, _, rest = text.partition(": expected ")
-        assert argument.replace("_", "").replace(".", "").replace("[1]", "").isalnum()
+        assert re.fullmatch(r"\w+(\[\d\])?(\.\w+)?", argument)
         expected, _, rest = rest.partition(", got ")
         got, _, remedy = rest.rpartition("; ")
         assert text == message(argument, expected, got, remedy.removesuffix("."))

@@ -46,6 +46,7 @@ PACKED = {
     "PrepareParams": launch.PREPARE_PARAMS,
     "BackwardParams": launch.BACKWARD_PARAMS,
     "FinishParams": launch.FINISH_PARAMS,
+    "MergeParams": launch.MERGE_PARAMS,
 }
 
 
@@ -54,12 +55,13 @@ def parse_structs() -> dict[str, type[ctypes.Structure]]:
     types = dict(PLAIN_TYPES)
     text = without_comments("key_range.cuh") + without_comments("params.cuh")
     for name, body in re.findall(r"^struct (\w+) \{ *\n(.*?)^\};", text, re.DOTALL | re.MULTILINE):
-        members = re.findall(r"^ {4}(?:const )?(\w+) ?([\w*, ]+);\s*$", body, re.MULTILINE)
-        fields = [
-            (member.strip(" *"), ctypes.c_void_p if "*" in member else types[kind])
-            for kind, names in members
-            for member in names.split(",")
-        ]
+        members = re.findall(r"^ {4}(?:const )?(\w+) ?([\w*, \[\]]+);\s*$", body, re.MULTILINE)
+        fields = []
+        for kind, names in members:
+            for member in names.split(","):
+                name_of_member, *length = re.findall(r"\w+", member)
+                field = ctypes.c_void_p if "*" in member else types[kind]
+                fields.append((name_of_member, field * int(length[0]) if length else field))
         types[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
     return {name: kind for name, kind in types.items() if name not in PLAIN_TYPES}
 
@@ -71,6 +73,11 @@ def flat(kind: Any, path: str = "", offset: int = 0) -> Iterator[tuple[str, str,
     """Path, format and offset of everything in a struct that is not a struct itself."""
     if kind in FORMATS:
         yield path, FORMATS[kind], offset
+        return
+    if issubclass(kind, ctypes.Array):
+        for idx in range(kind._length_):
+            inner = kind._type_
+            yield from flat(inner, f"{path}[{idx}]", offset + idx * ctypes.sizeof(inner))
         return
     for name, inner in kind._fields_:
         yield from flat(inner, f"{path}.{name}".strip("."), offset + getattr(kind, name).offset)
@@ -317,6 +324,26 @@ def test_hopper_backward_brings_its_maps(driver: Driver) -> None:
     assert len(prepare.arguments) == len(finish.arguments) == 1
 
 
+def test_merge_packs_each_value_in_its_field(driver: Driver) -> None:
+    num_states, num_rows = 11, 5000
+    chosen = plan.merge(num_rows, num_states, CARD)
+    states = {
+        f"{i}.{name}": 2**41 + (10 * i + part) * 4096
+        for i in range(num_states)
+        for part, name in enumerate(RESULTS)
+    }
+    launch.merge(chosen, num_rows, 0).launch(POINTERS | states, 0, 0)
+    first, second = (values("MergeParams", step.params) for step in driver.seen)
+    whole = {name: POINTERS[name] for name in RESULTS}
+    for packed, sources in (
+        (first, [{n: states[f"{i}.{n}"] for n in RESULTS} for i in range(8)]),
+        (second, [whole, *({n: states[f"{i}.{n}"] for n in RESULTS} for i in range(8, 11))]),
+    ):
+        sources = sources + [dict.fromkeys(RESULTS, 0)] * (8 - (num := len(sources)))
+        table = {f"states[{i}].{n}": x for i, of in enumerate(sources) for n, x in of.items()}
+        assert packed == {**whole, **table, "num_rows": num_rows, "num_states": num}
+
+
 # --------------------------------------------------------------------------------------- templates
 
 
@@ -358,6 +385,7 @@ def test_constants_are_the_same_on_both_sides() -> None:
     assert int(constant("reduce_splits.cu", "kNumThreads")) == plan.REDUCE_THREADS
     assert int(constant("backward_prepare.cu", "kPrepareThreads")) == plan.PREPARE_THREADS
     assert int(constant("backward_finish.cu", "kFinishThreads")) == plan.FINISH_THREADS
+    assert int(constant("merge_states.cu", "kMergeThreads")) == plan.MERGE_THREADS
     masked = float(constant("kl_state.cuh", "kMaskedLogit").rstrip("f"))
     assert masked == launch.MASKED_LOGIT
     state = re.search(r"struct KlState \{\s*float ([^;]+);", without_comments("kl_state.cuh"))

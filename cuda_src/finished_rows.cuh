@@ -1,0 +1,44 @@
+// Arithmetic on rows that are finished: parts of their keys become one row.
+//
+// In float64, because the small KL of a whole is what is left of log-sum-exps of any size, and
+// because a row costs no more than a few exponentials. No memory access.
+#pragma once
+#include "base.cuh"
+#include "kl_state.cuh"
+
+// In nats. A row without keys has the log-sum-exp -inf on both sides.
+struct FinishedRow {
+    double kl, lse1, lse2;
+};
+
+SKL_HOST_DEVICE double minus_infinity() { return -1. / 0.; }
+
+SKL_HOST_DEVICE FinishedRow no_keys() { return {0., minus_infinity(), minus_infinity()}; }
+
+// log(e^a + e^b). A NaN stays one.
+SKL_HOST_DEVICE double log_add(double a, double b) {
+    const double larger = a < b ? b : a, smaller = a < b ? a : b;
+    return smaller == minus_infinity() ? larger : larger + log1p(exp(smaller - larger));
+}
+
+// What a part adds to the KL of the whole: w1 (kl + log w1 - log w2), its weights being its shares
+// of the two sums. One that P1 does not reach adds nothing.
+SKL_HOST_DEVICE double kl_of_part(const FinishedRow& part, const FinishedRow& whole) {
+    if (part.lse1 == minus_infinity()) return 0.;
+    const double log_w1 = part.lse1 - whole.lse1, log_w2 = part.lse2 - whole.lse2;
+    return exp(log_w1) * (part.kl + (log_w1 - log_w2));
+}
+
+// The row over two disjoint sets of keys, by the chain rule of KL. Beside a part without keys the
+// other comes out as it is, bit for bit.
+SKL_HOST_DEVICE FinishedRow merge(const FinishedRow& a, const FinishedRow& b) {
+    FinishedRow whole = {0., log_add(a.lse1, b.lse1), log_add(a.lse2, b.lse2)};
+    whole.kl = kl_of_part(a, whole) + kl_of_part(b, whole);
+    return whole;
+}
+
+SKL_HOST_DEVICE FloatPair split(double value) {
+    const float high = static_cast<float>(value);
+    const bool is_finite = high - high == 0.f;
+    return {high, is_finite ? static_cast<float>(value - high) : 0.f};
+}
