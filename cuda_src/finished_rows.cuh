@@ -1,4 +1,5 @@
-// Arithmetic on rows that are finished: parts of their keys become one row.
+// Arithmetic on rows that are finished: parts of their keys become one row, and log-sum-exps of the
+// caller's take the place of a row's own.
 //
 // In float64, because the small KL of a whole is what is left of log-sum-exps of any size, and
 // because a row costs no more than a few exponentials. No memory access.
@@ -35,6 +36,24 @@ SKL_HOST_DEVICE FinishedRow merge(const FinishedRow& a, const FinishedRow& b) {
     FinishedRow whole = {0., log_add(a.lse1, b.lse1), log_add(a.lse2, b.lse2)};
     whole.kl = kl_of_part(a, whole) + kl_of_part(b, whole);
     return whole;
+}
+
+// A row that is divided by given log-sum-exps: kl = sum_j p1_j (log p1_j - log p2_j) with
+// p_t,j = e^(s_t,j - lse_t), and mass1 = sum_j p1_j.
+struct GivenRow {
+    double kl, mass1, lse1, lse2;
+};
+
+SKL_HOST_DEVICE bool is_finite_sum(double lse) { return lse - lse == 0.; }
+
+// Where nothing is given, lse_t is the row's own. A row without keys keeps its -inf, and one that
+// is not finite its NaN, so that both are known by them in the backward, too.
+SKL_HOST_DEVICE GivenRow divide_by(const FinishedRow& own, double lse1, double lse2) {
+    lse1 = is_finite_sum(own.lse1) ? lse1 : own.lse1;
+    lse2 = is_finite_sum(own.lse2) ? lse2 : own.lse2;
+    if (own.lse1 == minus_infinity()) return {0., 0., lse1, lse2};
+    const double log_mass1 = own.lse1 - lse1, mass1 = exp(log_mass1);
+    return {mass1 * (own.kl + (log_mass1 - (own.lse2 - lse2))), mass1, lse1, lse2};
 }
 
 SKL_HOST_DEVICE FloatPair split(double value) {

@@ -6,17 +6,9 @@
 // first state: a row is read before it is written.
 #include "finished_rows.cuh"
 #include "params.cuh"
+#include "read_rows.cuh"
 
 inline constexpr int kMergeThreads = 256;
-
-SKL_DEVICE double read_sum(const float* high, const float* low, int64 row) {
-    return static_cast<double>(high[row]) + (low == nullptr ? 0. : static_cast<double>(low[row]));
-}
-
-SKL_DEVICE FinishedRow read_row(const StateRef& state, int64 row) {
-    return {state.kl[row], read_sum(state.lse1, state.lse1_low, row),
-            read_sum(state.lse2, state.lse2_low, row)};
-}
 
 __global__ void __launch_bounds__(kMergeThreads) merge_states(const MergeParams params) {
     const int64 row = static_cast<int64>(blockIdx.x) * kMergeThreads + threadIdx.x;

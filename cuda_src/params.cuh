@@ -38,6 +38,10 @@ struct PrepareParams {
     uint32* max_dkl;  // bits of the largest finite |dkl|; null unless the element type is fp16
     int num_heads, num_queries;
     int64 num_rows;
+    // Of a state with given log-sum-exps; else null.
+    const float* mass1;
+    float* weighted_dkl;  // dkl mass1, with the strides of rows
+    int is_given1, is_given2;
 };
 
 struct BackwardParams {
@@ -68,6 +72,16 @@ struct FinishParams {
 
 struct StateRef {
     const float *kl, *lse1, *lse2, *lse1_low, *lse2_low;  // low parts may be null
+};
+
+struct ReplaceParams {
+    StateRef own;
+    float *kl, *lse1, *lse2, *lse1_low, *lse2_low, *mass1;  // all but kl may be null
+    RowsRef rows;                                           // of the own values and the results
+    const float *given1, *given2;                           // null where the own lse stays
+    RowsRef given1_rows, given2_rows;
+    int num_heads, num_queries;
+    int64 num_rows;
 };
 
 struct MergeParams {

@@ -53,7 +53,9 @@ from streamkl_cupy.state import KLState, SupportsDLPack
 ArrayT = TypeVar("ArrayT", bound=SupportsDLPack)
 
 _STATE = launch.STATE
-NULL_POINTERS = dict.fromkeys((*INPUTS, *_STATE, "dkl", *launch.GRADIENTS), 0)
+NULL_POINTERS = dict.fromkeys((*INPUTS, *_STATE, *launch.GIVEN, "dkl", *launch.GRADIENTS), 0)
+
+_HostState: TypeAlias = reference.ReferenceState | reference.GivenState
 
 # Shape and dtype of each result.
 Results: TypeAlias = Mapping[str, tuple[tuple[int, ...], str]]
@@ -76,6 +78,8 @@ def attention_kl(
     scale1: float | None = ...,
     scale2: float | None = ...,
     layout: str = ...,
+    lse1: ArrayT | None = ...,
+    lse2: ArrayT | None = ...,
     return_state: Literal[False] = ...,
     out: ArrayT | None = ...,
 ) -> ArrayT: ...
@@ -90,6 +94,8 @@ def attention_kl(
     scale1: float | None = ...,
     scale2: float | None = ...,
     layout: str = ...,
+    lse1: SupportsDLPack | None = ...,
+    lse2: SupportsDLPack | None = ...,
     return_state: Literal[True],
     out: KLState | None = ...,
 ) -> KLState: ...
@@ -103,6 +109,8 @@ def attention_kl(
     scale1: float | None = None,
     scale2: float | None = None,
     layout: str = "bhnd",
+    lse1: Any = None,
+    lse2: Any = None,
     return_state: bool = False,
     out: Any = None,
 ) -> Any:
@@ -129,11 +137,17 @@ def attention_kl(
         Factors of the logits, any finite number; by default ``D_t ** -0.5``.
     layout
         ``"bhnd"`` as above, or ``"bnhd"``, which swaps heads and length at rank 4.
+    lse1, lse2
+        Log-sum-exps to divide by instead of those over the keys of this call, one or both: of a
+        softmax that also covers keys that are not here, such as sinks or another shard. One value
+        a query row in the shape of kl, of any strides from 0 up: float32 on a GPU, any float dtype
+        on the CPU. Constants for `attention_kl_backward`.
     return_state
         Return all that `attention_kl_backward` needs.
     out
         Where to write: an array for kl, or with `return_state` a `KLState` whose low parts may
-        be missing. C-contiguous, of the dtype of the result.
+        be missing. C-contiguous, of the dtype of the result. With `lse1` or `lse2` it must say so
+        in ``given`` and have an array for ``mass1``.
 
     Returns
     -------
@@ -161,6 +175,11 @@ def attention_kl(
     ``KL = sum_j P1_j (s1_j - s2_j) + lse2 - lse1`` in one pass over the keys, Algorithm 1 of
     StreamKL (arXiv 2606.20005).
 
+    With a given ``lse_t`` the masses ``p_t,j = exp(s_t,j - lse_t)`` need not add up to 1, and
+    ``kl = sum_j p1_j (log p1_j - log p2_j)``, this call's share of the divergence over all keys
+    that the log-sum-exps cover. ``mass1`` of the state is ``sum_j p1_j``. A row without keys has
+    ``kl = mass1 = 0``.
+
     Examples
     --------
     >>> import numpy as np
@@ -168,36 +187,57 @@ def attention_kl(
     >>> k2 = np.log([[1.0], [3.0]])
     >>> attention_kl(q, k1, q, k2).round(6)        # P1 = (1/2, 1/2), P2 = (1/4, 3/4)
     array([0.143841])
+
+    A sink takes half of P1 and none of P2:
+
+    >>> lse1 = np.log([4.0])
+    >>> state = attention_kl(q, k1, q, k2, lse1=lse1, return_state=True)
+    >>> state.kl.round(6), state.mass1             # p1 = (1/4, 1/4)
+    (array([-0.274653]), array([0.5]))
     """
     # Take in.
     causal, scale1, scale2, layout = check_options(causal, scale1, scale2, layout)
     check_flag("return_state", return_state)
     inputs = interop.take_all(INPUTS, (q1, k1, q2, k2))
-    outputs = {} if out is None else _take_state_outputs(out, return_state, inputs)
+    given, of_given = _take_given(lse1, lse2, inputs)
+    outputs = {} if out is None else _take_state_outputs(out, return_state, inputs, given=given)
 
     # Describe.
     problem = _describe(inputs.keys, causal, scale1, scale2, layout)
     shape, _, _, index, _ = inputs.keys[0]
     row_dtype = "float64" if index == CPU else "float32"
-    results = dict.fromkeys(_STATE if return_state else _STATE[:1], (shape[:-1], row_dtype))
+    names = (*_STATE, "mass1") if given else _STATE
+    results = dict.fromkeys(names if return_state else names[:1], (shape[:-1], row_dtype))
+    given_strides = (
+        _describe_given(problem, shape[:-1], index, given, of_given.keys)
+        if of_given
+        else (None, None)
+    )
     if outputs:
         labels = {name: f"out.{name}" if return_state else "out" for name in outputs}
-        _check_outputs(outputs, labels, results, ITEM_BYTES[row_dtype], inputs.operands(INPUTS))
+        others = inputs.operands(INPUTS) + (of_given.operands(given) if of_given else [])
+        _check_outputs(outputs, labels, results, ITEM_BYTES[row_dtype], others)
     if index == CPU:
         options = {"causal": causal, "scale1": scale1, "scale2": scale2, "layout": layout}
+        if of_given:
+            options |= {n: x.view for n, x in zip(given, of_given.arrays, strict=True)}
         values = _refer_forward(inputs.arrays, options, return_state, outputs)
         return values if out is None else out
 
     library = cast(CudaLibrary, inputs.library)
     with interop.under_device(index):
         # Plan.
-        prepared = prepare_forward(problem, index, env.force(), plan.current_override())
+        prepared = prepare_forward(
+            problem, index, env.force(), plan.current_override(), given_strides
+        )
         stream = library.current_stream(index)
         prepared.require_loaded(stream)
 
         # Launch.
         pointers = NULL_POINTERS.copy()
         pointers.update(zip(INPUTS, inputs.pointers, strict=True))
+        if of_given:
+            pointers.update(zip(map(_given_address, given), of_given.pointers, strict=True))
         pointers.update({name: array.pointer for name, array in outputs.items()})
         buffers = [] if outputs else _allocate(library, results, index, pointers)
         _launch(prepared, pointers, library, index, stream)
@@ -207,7 +247,9 @@ def attention_kl(
         if out is not None:
             return out
         arrays = [library.hand_back(buffer) for buffer in buffers]
-    return KLState(*arrays) if return_state else arrays[0]
+    if not return_state:
+        return arrays[0]
+    return KLState(**dict(zip(results, arrays, strict=True)), given=given)
 
 
 def attention_kl_backward(
@@ -268,7 +310,10 @@ def attention_kl_backward(
         dq_t,i = scale_t * dkl_i * sum_j ds_t,ij k_t,j
         dk_t,j = scale_t * sum_i dkl_i ds_t,ij q_t,i
 
-    where ``i`` runs over the queries of every head that shares the key head.
+    where ``i`` runs over the queries of every head that shares the key head. A log-sum-exp that
+    was given to the forward is a constant: given lse1, ``ds1_j = p1_j (log p1_j - log p2_j + 1)``
+    and ``ds2_j = mass1 P2_j - p1_j``; given lse2, ``ds2_j = -p1_j``. Its own gradients are made of
+    the state: ``dKL/dlse1 = -(kl + mass1)`` and ``dKL/dlse2 = mass1``, times dkl.
 
     Examples
     --------
@@ -301,7 +346,8 @@ def attention_kl_backward(
         _check_outputs(outputs, labels, results, alignment, others)
     if index == CPU:
         options = {"causal": causal, "scale1": scale1, "scale2": scale2, "layout": layout}
-        values = _refer_backward(inputs.arrays, names, rows.arrays, wrt, options, outputs)
+        of_rows = dict(zip(names, rows.arrays, strict=True))
+        values = _refer_backward(inputs.arrays, of_rows, state.given, wrt, options, outputs)
         return values if out is None else tuple(out)
 
     library = cast(CudaLibrary, inputs.library)
@@ -316,6 +362,7 @@ def attention_kl_backward(
             strategy,
             deterministic,
             dkl_strides,
+            state.given,
         )
         stream = library.current_stream(index)
         prepared.require_loaded(stream)
@@ -390,7 +437,12 @@ def merge_states(*states: KLState, out: KLState | None = None) -> KLState:
     names: list[str] = []
     values: list[Any] = []
     for position, state in enumerate(states):
-        for name, value in _parts(_check_state(f"states[{position}]", state)).items():
+        if _check_state(f"states[{position}]", state).given:
+            expected = "a state with log-sum-exps of its own"
+            got = f"one with given {' and '.join(state.given)}"
+            remedy = "add up kl and mass1 of parts that share what is given"
+            raise ValueError(message(f"states[{position}]", expected, got, remedy))
+        for name, value in _parts(state).items():
             names.append(f"{position}.{name}")
             values.append(value)
     parts = interop.take_all(_state_arguments(tuple(names)), tuple(values))
@@ -542,7 +594,8 @@ def warmup(
         for kernel, template, shared_memory in plan.forward_kernels(dtype, *dims, aligned, facts):
             kernels.setdefault((kernel, template), shared_memory)
 
-    kernels.setdefault(("merge_states", ()), 0)
+    for one_of_rows in plan.OF_FINISHED_ROWS:
+        kernels.setdefault(one_of_rows, 0)
     for num_done, ((kernel, template), shared_memory) in enumerate(kernels.items()):
         if progress is not None:
             progress(num_done, len(kernels), jit.render(kernel, template))
@@ -631,7 +684,11 @@ class Prepared:
 
 @functools.lru_cache(maxsize=_REMEMBERED)
 def prepare_forward(
-    problem: Problem, device_index: int, force: str | None, override: object
+    problem: Problem,
+    device_index: int,
+    force: str | None,
+    override: object,
+    given: launch.GivenStrides = (None, None),
 ) -> Prepared:
     """Plan the forward for a card; the same object comes back for the same arguments.
 
@@ -645,10 +702,14 @@ def prepare_forward(
         `env.force()`.
     override
         `plan.current_override()`, which only tells apart what `plan` would decide differently.
+    given
+        Strides of the given lse1 and lse2, None where the row's own serves.
     """
     check_gpu(problem)
-    chosen = plan.forward(problem, launch.device_facts(device_index), force=force)
-    return Prepared(chosen, launch.forward(chosen, problem, device_index), device_index)
+    facts = launch.device_facts(device_index)
+    names = tuple(n for n, of in zip(("lse1", "lse2"), given, strict=True) if of is not None)
+    chosen = plan.forward(problem, facts, force=force, given=names)
+    return Prepared(chosen, launch.forward(chosen, problem, device_index, given), device_index)
 
 
 @functools.lru_cache(maxsize=_REMEMBERED)
@@ -661,6 +722,7 @@ def prepare_backward(
     strategy: str,
     deterministic: bool,
     dkl: Strides,
+    given: tuple[str, ...] = (),
 ) -> Prepared:
     """Plan the backward for a card, as `prepare_forward` does the forward.
 
@@ -672,12 +734,20 @@ def prepare_backward(
         As `attention_kl_backward` takes them.
     dkl
         Strides of the upstream gradient.
+    given
+        Of the state.
     """
     check_gpu(problem)
     facts = launch.device_facts(device_index)
     asked = tuple(name for name in INPUTS if name in wrt)  # the order makes no difference
     chosen = plan.backward(
-        problem, facts, asked, strategy=strategy, deterministic=deterministic, force=force
+        problem,
+        facts,
+        asked,
+        strategy=strategy,
+        deterministic=deterministic,
+        force=force,
+        given=given,
     )
     return Prepared(chosen, launch.backward(chosen, problem, dkl, device_index), device_index)
 
@@ -746,9 +816,45 @@ def _describe_parts(names: tuple[str, ...], keys: tuple[interop.Key, ...]) -> No
     check_parts(list(map(interop.operand_of, _state_arguments(names), keys)))
 
 
+@functools.lru_cache(maxsize=_REMEMBERED)
+def _describe_given(
+    problem: Problem,
+    shape: tuple[int, ...],
+    device_index: int,
+    names: tuple[str, ...],
+    keys: tuple[interop.Key, ...],
+) -> launch.GivenStrides:
+    """Check the given log-sum-exps; return the strides of each, None for one that is not."""
+    device = interop.device_of(device_index)
+    strides = {
+        name: check_rows(
+            problem, interop.operand_of(name, key), shape=shape, device=device, contiguous=False
+        )
+        for name, key in zip(names, keys, strict=True)
+    }
+    return strides.get("lse1"), strides.get("lse2")
+
+
+def _take_given(lse1: Any, lse2: Any, inputs: Group) -> tuple[tuple[str, ...], Group | None]:
+    """The log-sum-exps that are given, and what these are called."""
+    if lse1 is None and lse2 is None:
+        return (), None
+    given = {name: x for name, x in (("lse1", lse1), ("lse2", lse2)) if x is not None}
+    names = tuple(given)
+    return names, interop.take_all(names, tuple(given.values()), inputs)
+
+
+def _given_address(name: str) -> str:
+    """What a launch calls a given log-sum-exp."""
+    return name.replace("lse", "given")
+
+
 def _take_rows(dkl: Any, state: Any, inputs: Group) -> tuple[tuple[str, ...], Group]:
     """Upstream gradient and the parts of the state that there are, and what these are called."""
     parts = _parts(_check_state("state", state))
+    if state.given and "mass1" not in parts:
+        expected = f"an array, because state.given is {state.given}"
+        raise TypeError(message("state.mass1", expected, "None", "pass the state of attention_kl"))
     names = ("dkl", *parts)
     return names, interop.take_all(_row_arguments(names), (dkl, *parts.values()), inputs)
 
@@ -773,6 +879,8 @@ def _parts(state: KLState) -> dict[str, Any]:
         parts["lse1_low"] = state.lse1_low
     if state.lse2_low is not None:
         parts["lse2_low"] = state.lse2_low
+    if state.mass1 is not None:
+        parts["mass1"] = state.mass1
     return parts
 
 
@@ -789,7 +897,11 @@ def _state_arguments(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _take_state_outputs(
-    out: Any, return_state: bool, inputs: Group, first: str = "q1"
+    out: Any,
+    return_state: bool,
+    inputs: Group,
+    first: str = "q1",
+    given: tuple[str, ...] = (),
 ) -> dict[str, Array]:
     if not return_state and not isinstance(out, KLState):
         return {"kl": interop.take("out", out, inputs)}
@@ -797,8 +909,13 @@ def _take_state_outputs(
         expected = "a KLState with return_state=True" if return_state else "an array for kl"
         remedy = "allocate one" if return_state else "pass out.kl, or return_state=True as well"
         raise TypeError(message("out", expected, type(out).__name__, remedy))
-    parts = _parts(out).items()
-    return {name: interop.take(f"out.{name}", value, inputs, first) for name, value in parts}
+    parts = _parts(out)
+    if out.given != given or ("mass1" in parts) != bool(given):
+        expected = f"given={given} and {'an array' if given else 'no array'} for mass1"
+        got = f"given={out.given} and {'one' if 'mass1' in parts else 'none'}"
+        remedy = "make it with what is given to this call"
+        raise ValueError(message("out", expected, got, remedy))
+    return {n: interop.take(f"out.{n}", value, inputs, first) for n, value in parts.items()}
 
 
 def _take_gradient_outputs(out: Any, wrt: tuple[str, ...], inputs: Group) -> dict[str, Array]:
@@ -859,16 +976,19 @@ def _refer_forward(
     return _host_state(state, inputs[0])
 
 
-def _write_state(state: reference.ReferenceState, outputs: Mapping[str, Array]) -> None:
+def _write_state(state: _HostState, outputs: Mapping[str, Array]) -> None:
     """Write a state to the caller's arrays, as far as there are any."""
     for name, array in outputs.items():
         # In float64 nothing is missing from lse.
         array.view[...] = 0.0 if name.endswith("_low") else getattr(state, name)
 
 
-def _host_state(state: reference.ReferenceState, first: Array) -> KLState:
+def _host_state(state: _HostState, first: Array) -> KLState:
     """Turn a state into one of arrays like `first`."""
     values = {"kl": state.kl, "lse1": state.lse1, "lse2": state.lse2}
+    given: tuple[str, ...] = ()
+    if isinstance(state, reference.GivenState):
+        values["mass1"], given = state.mass1, state.given
     library = cast(HostLibrary, first.library)
     results = {name: library.from_numpy(value, first) for name, value in values.items()}
     for name in ("lse1", "lse2"):
@@ -876,21 +996,25 @@ def _host_state(state: reference.ReferenceState, first: Array) -> KLState:
         if stored.dtype != np.float64:
             # JAX keeps float32 unless told otherwise; large logits need the rest as well.
             results[f"{name}_low"] = library.from_numpy(_rest(values[name], stored), first)
-    return KLState(**results)
+    return KLState(**results, given=given)
 
 
 def _refer_backward(
     inputs: tuple[Array, ...],
-    names: tuple[str, ...],
-    rows: tuple[Array, ...],
+    rows: Mapping[str, Array],
+    given: tuple[str, ...],
     wrt: tuple[str, ...],
     options: dict[str, Any],
     outputs: Mapping[str, Array],
 ) -> tuple[Any, ...]:
     """`attention_kl_backward` on the CPU, written to `outputs` if there are any."""
-    state = _reference_state(dict(zip(names, rows, strict=True)))
+    own = _reference_state(rows)
+    state: _HostState = own
+    if given:
+        mass1 = rows["mass1"].view.astype(np.float64)
+        state = reference.GivenState(own.kl, own.lse1, own.lse2, mass1, given)
     views = {name: array.view for name, array in zip(INPUTS, inputs, strict=True)}
-    dkl = rows[0].view
+    dkl = rows["dkl"].view
     gradients = reference.attention_kl_backward(dkl, **views, state=state, wrt=wrt, **options)
     first = inputs[0]
     library = cast(HostLibrary, first.library)

@@ -13,10 +13,12 @@ from __future__ import annotations
 import functools
 import struct
 from dataclasses import replace
+from typing import TypeAlias
 
 from streamkl_cupy import choices
 from streamkl_cupy.chain import Address, Chain, Clear, Kernel, Map, Params, Step
 from streamkl_cupy.plan import (
+    FLOAT_BYTES,
     MERGED_AT_ONCE,
     BackwardPlan,
     DeviceFacts,
@@ -54,7 +56,9 @@ FORWARD_PARAMS = struct.Struct(
     + "ff"
     + "q"
 )
-PREPARE_PARAMS = struct.Struct("=" + _ROWS + "QQQQQ" + "Q" + _ROWS + "Q" + "Q" + "ii" + "q")
+PREPARE_PARAMS = struct.Struct(
+    "=" + _ROWS + "QQQQQ" + "Q" + _ROWS + "Q" + "Q" + "ii" + "q" + "Q" + "Q" + "ii"
+)
 BACKWARD_PARAMS = struct.Struct(
     "="
     + _TENSOR * 4
@@ -72,12 +76,17 @@ BACKWARD_PARAMS = struct.Struct(
     + "ff"
     + "f"
 )
+REPLACE_PARAMS = struct.Struct("=" + "QQQQQ" + "QQQQQQ" + _ROWS + "QQ" + _ROWS * 2 + "ii" + "q")
 MERGE_PARAMS = struct.Struct("=" + "QQQQQ" + "QQQQQ" * MERGED_AT_ONCE + "q" + "i" + "4x")
 FINISH_PARAMS = struct.Struct("=" + "Q" + "Q" + _ROWS + "iii" + "i" + "f" + "4x")
 
 # What the arrays of a launch are called; one that there is not has the address 0.
 STATE = ("kl", "lse1", "lse2", "lse1_low", "lse2_low")
 GRADIENTS = ("dq1", "dk1", "dq2", "dk2")
+# Beside a state with given log-sum-exps: the mass of P1, and what was given.
+GIVEN = ("mass1", "given1", "given2")
+# Strides of the given lse1 and lse2, None where the row's own serves.
+GivenStrides: TypeAlias = tuple[Strides | None, Strides | None]
 
 
 @functools.cache
@@ -108,8 +117,11 @@ def device_facts(device_index: int) -> DeviceFacts:
     return replace(facts, tuned=choices.load(name, facts))
 
 
-def forward(plan: ForwardPlan, problem: Problem, device_index: int) -> Chain:
-    """Write down the forward, then ``reduce_splits`` if the keys are split.
+def forward(
+    plan: ForwardPlan, problem: Problem, device_index: int, given: GivenStrides = (None, None)
+) -> Chain:
+    """Write down the forward, ``reduce_splits`` if the keys are split, and ``replace_lse`` if a
+    log-sum-exp is given.
 
     Parameters
     ----------
@@ -117,21 +129,31 @@ def forward(plan: ForwardPlan, problem: Problem, device_index: int) -> Chain:
         What to run, and on what.
     device_index
         The card.
+    given
+        Strides of what is given.
 
     Returns
     -------
     Chain
         Launch it with the addresses of ``q1 k1 q2 k2`` and of the outputs
         ``kl lse1 lse2 lse1_low lse2_low``, of which all but ``kl`` may be 0, and a workspace of
-        ``plan.workspace_bytes`` bytes.
+        ``plan.workspace_bytes`` bytes; where a log-sum-exp is given also with those of ``given1``,
+        ``given2`` and the output ``mass1``, which may be 0.
     """
+    own = [Address(name) for name in STATE]
+    if plan.given:
+        part_bytes = FLOAT_BYTES * problem.num_rows
+        own[1:] = [
+            Address("workspace", plan.own_offset + part * part_bytes)
+            for part in range(len(own) - 1)
+        ]
     scale1, scale2 = _log2_scale(problem.scale1), _log2_scale(problem.scale2)
     params = Params(
         FORWARD_PARAMS,
         (
             *_inputs(problem),
             *_strides(problem.row),
-            *map(Address, STATE),
+            *own,
             Address("workspace"),
             *_key_range(problem),
             problem.num_heads,
@@ -152,6 +174,9 @@ def forward(plan: ForwardPlan, problem: Problem, device_index: int) -> Chain:
     )
     steps = []
     for kernel in plan.kernels:
+        if kernel.kernel == "replace_lse":
+            steps.append(Kernel(kernel, _replace_params(problem, own, given)))
+            continue
         maps = _maps(problem, kernel, plan.heads_per_tile)
         steps.append(Kernel(kernel, params, maps))
     return Chain(plan.arch, device_index, steps)
@@ -174,11 +199,18 @@ def backward(plan: BackwardPlan, problem: Problem, dkl: Strides, device_index: i
     Chain
         Launch it with the addresses of ``q1 k1 q2 k2 dkl kl lse1 lse2 lse1_low lse2_low`` (low
         parts may be 0) and of the gradients ``dq1 dk1 dq2 dk2`` (0 for what is not wanted), and a
-        workspace of ``plan.workspace_bytes`` bytes, aligned to 256.
+        workspace of ``plan.workspace_bytes`` bytes, aligned to 256; where a log-sum-exp was given
+        to the forward also with that of its ``mass1``.
     """
     is_scaled = problem.dtype == "float16"
     max_dkl = Address("workspace", plan.max_dkl_offset) if is_scaled else 0
     scratch = Address("workspace", plan.scratch_offset)
+    # What the gradients are multiplied by, row by row.
+    weight, weight_strides = Address("dkl"), dkl
+    mass1: tuple[int | Address, int | Address] = (0, 0)
+    if plan.given:
+        weight, weight_strides = Address("workspace", plan.weighted_dkl_offset), problem.row
+        mass1 = (Address("mass1"), weight)
     steps: list[Step] = []
     for side in plan.sides:
         if isinstance(max_dkl, Address):
@@ -196,10 +228,15 @@ def backward(plan: BackwardPlan, problem: Problem, dkl: Strides, device_index: i
                     problem.num_heads,
                     problem.num_queries,
                     problem.num_rows,
+                    *mass1,
+                    int("lse1" in plan.given),
+                    int("lse2" in plan.given),
                 ),
             )
             steps.append(Kernel(side.prepare, params))
-        backward_params = functools.partial(_backward_params, problem, dkl, max_dkl, side)
+        backward_params = functools.partial(
+            _backward_params, problem, weight, weight_strides, max_dkl, side
+        )
         if side.fused is not None:
             steps.append(Clear(scratch, side.scratch_bytes))
         for kernel, num_blocks in (
@@ -262,9 +299,28 @@ def _maps(problem: Problem, kernel: KernelPlan, heads_per_tile: int = 1) -> tupl
     )
 
 
+def _replace_params(problem: Problem, own: list[Address], given: GivenStrides) -> Params:
+    names = ("given1", "given2")
+    return Params(
+        REPLACE_PARAMS,
+        (
+            *own,
+            *map(Address, STATE),
+            Address("mass1"),
+            *_strides(problem.row),
+            *(0 if of is None else Address(n) for n, of in zip(names, given, strict=True)),
+            *(step for of in given for step in _strides(of or Strides(0, 0, 0))),
+            problem.num_heads,
+            problem.num_queries,
+            problem.num_rows,
+        ),
+    )
+
+
 def _backward_params(
     problem: Problem,
-    dkl: Strides,
+    dkl: Address,
+    dkl_strides: Strides,
     max_dkl: Address | int,
     side: SidePlan,
     scratch: Address | int,
@@ -275,8 +331,8 @@ def _backward_params(
         BACKWARD_PARAMS,
         (
             *_inputs(problem),
-            Address("dkl"),
-            *_strides(dkl),
+            dkl,
+            *_strides(dkl_strides),
             Address("workspace"),
             max_dkl,
             Address("d" + dq),

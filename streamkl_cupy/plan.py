@@ -24,6 +24,7 @@ ELEMENTS = {"bfloat16": "bf16", "float16": "fp16"}
 STATE_FIELDS = 5  # m1 l1 m2 l2 acc
 FLOAT_BYTES = 4
 ROW_STATISTICS_BYTES = 16
+OWN_LSE_BYTES = 16  # of a row, beside a given one: lse1, lse2 and their low parts
 WORKSPACE_ALIGNMENT = 256
 TILE_ALIGNMENT = 128
 # What reduce_splits and backward_prepare/finish are compiled for.
@@ -31,6 +32,7 @@ REDUCE_THREADS = 128
 PREPARE_THREADS = 256
 FINISH_THREADS = 256
 MERGE_THREADS = 256
+REPLACE_THREADS = 256
 # States that a launch of merge_states takes.
 MERGED_AT_ONCE = 8
 
@@ -330,7 +332,8 @@ class PairWarpgroupTile:
 
 @dataclass(frozen=True, slots=True)
 class ForwardPlan:
-    """The forward, and ``reduce_splits`` where blocks share a row's keys."""
+    """The forward, ``reduce_splits`` where blocks share a row's keys, and ``replace_lse`` where a
+    log-sum-exp is given, which then finds the rows' own in the workspace."""
 
     name: str
     arch: str
@@ -340,6 +343,8 @@ class ForwardPlan:
     num_query_tiles: int
     num_splits: int
     workspace_bytes: int
+    given: tuple[str, ...] = ()
+    own_offset: int = 0
 
     @property
     def queries_per_tile(self) -> int:
@@ -381,6 +386,8 @@ class BackwardPlan:
     max_dkl_offset: int
     scratch_offset: int
     workspace_bytes: int
+    given: tuple[str, ...] = ()
+    weighted_dkl_offset: int = 0
 
     @property
     def kernels(self) -> tuple[KernelPlan, ...]:
@@ -479,7 +486,13 @@ def current_override() -> object:
 # Forward
 
 
-def forward(problem: Problem, device: DeviceFacts, *, force: str | None = None) -> ForwardPlan:
+def forward(
+    problem: Problem,
+    device: DeviceFacts,
+    *,
+    force: str | None = None,
+    given: tuple[str, ...] = (),
+) -> ForwardPlan:
     """Plan the forward.
 
     Parameters
@@ -490,6 +503,8 @@ def forward(problem: Problem, device: DeviceFacts, *, force: str | None = None) 
         The card.
     force
         The kernel to use; None lets the plan choose.
+    given
+        Which of ``"lse1"`` and ``"lse2"`` are given.
 
     Raises
     ------
@@ -499,7 +514,23 @@ def forward(problem: Problem, device: DeviceFacts, *, force: str | None = None) 
     forced, choice = _forced(force, FORWARD_KERNELS), _override.get()
     if forced is None and choice.forward_kernel is None and choice.forward_tile is None:
         choice = _with_tuned_forward(choice, problem, device)
-    return _forward(problem, device, forced, choice)
+    chosen = _forward(problem, device, forced, choice)
+    return _with_given(chosen, problem, given) if given else chosen
+
+
+def _with_given(chosen: ForwardPlan, problem: Problem, given: tuple[str, ...]) -> ForwardPlan:
+    """The same, and ``replace_lse`` behind it."""
+    own_offset = _round_up(chosen.workspace_bytes, WORKSPACE_ALIGNMENT)
+    grid = _ceil_div(problem.num_rows, REPLACE_THREADS)
+    replacing = (KernelPlan("replace_lse", (), grid, REPLACE_THREADS, 0),) if grid else ()
+    return replace(
+        chosen,
+        name="_".join((chosen.name, "given", *given)),
+        kernels=chosen.kernels + replacing,
+        workspace_bytes=own_offset + OWN_LSE_BYTES * problem.num_rows,
+        given=given,
+        own_offset=own_offset,
+    )
 
 
 def _forced(force: str | None, kernels: tuple[str, ...]) -> str | None:
@@ -831,6 +862,7 @@ def backward(
     strategy: str = "auto",
     deterministic: bool = False,
     force: str | None = None,
+    given: tuple[str, ...] = (),
 ) -> BackwardPlan:
     """Plan the backward.
 
@@ -851,6 +883,8 @@ def backward(
     force
         A kernel whose generation, the portable one or Hopper's, all kernels have to be of; None
         lets the plan choose.
+    given
+        Which of ``"lse1"`` and ``"lse2"`` were given to the forward.
 
     Raises
     ------
@@ -858,7 +892,19 @@ def backward(
         ``force`` names no kernel or one that cannot run, or no tile fits the card.
     """
     forced, choice = _forced(force, BACKWARD_KERNELS), _override.get()
-    return _backward(problem, device, tuple(sorted(wrt)), strategy, deterministic, forced, choice)
+    names = tuple(sorted(wrt))
+    chosen = _backward(problem, device, names, strategy, deterministic, forced, choice)
+    if not given:
+        return chosen
+    # dkl times the mass of P1.
+    offset = _round_up(chosen.workspace_bytes, WORKSPACE_ALIGNMENT)
+    return replace(
+        chosen,
+        name="_".join((chosen.name, "given", *given)),
+        workspace_bytes=offset + FLOAT_BYTES * problem.num_rows,
+        given=given,
+        weighted_dkl_offset=offset,
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -1536,6 +1582,9 @@ SAMPLE_SIZE = 24
 Specialisation: TypeAlias = tuple[str, Template]
 
 
+OF_FINISHED_ROWS: tuple[Specialisation, ...] = (("merge_states", ()), ("replace_lse", ()))
+
+
 def specialisations(arch: str) -> tuple[Specialisation, ...]:
     """Everything that a plan can return on a card of this architecture, each once."""
     pairs = [(dim1, dim2) for dim1 in BUCKETS for dim2 in BUCKETS]
@@ -1560,7 +1609,7 @@ def _specialisations(
     arch: str, pairs: list[tuple[int, int]], without_dk: list[tuple[int, int]]
 ) -> tuple[Specialisation, ...]:
     device = device_facts(arch)
-    found: dict[Specialisation, None] = {("merge_states", ()): None}
+    found: dict[Specialisation, None] = dict.fromkeys(OF_FINISHED_ROWS)
     for side in (1, 2):
         for weighted in (True, False) if arch == "sm_90a" else (False,):
             found["backward_prepare", (("kSide", side), ("kIsWeighted", weighted))] = None

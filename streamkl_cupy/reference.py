@@ -16,14 +16,20 @@ lengths.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["ReferenceState", "attention_kl", "attention_kl_backward", "merge_states"]
+__all__ = [
+    "GivenState",
+    "ReferenceState",
+    "attention_kl",
+    "attention_kl_backward",
+    "merge_states",
+]
 
 _Float64 = NDArray[np.float64]
 _Bool = NDArray[np.bool_]
@@ -42,6 +48,19 @@ class ReferenceState(NamedTuple):
     kl: _Float64
     lse1: _Float64
     lse2: _Float64
+
+
+class GivenState(NamedTuple):
+    """`ReferenceState` of a call whose log-sum-exps were given, ``given`` saying which.
+
+    ``lse1`` and ``lse2`` are those that were used, and ``mass1`` is the sum of P1 over the keys.
+    """
+
+    kl: _Float64
+    lse1: _Float64
+    lse2: _Float64
+    mass1: _Float64
+    given: tuple[str, ...]
 
 
 class _State(Protocol):
@@ -66,6 +85,8 @@ def attention_kl(
     scale1: float | None = ...,
     scale2: float | None = ...,
     layout: str = ...,
+    lse1: ArrayLike | None = ...,
+    lse2: ArrayLike | None = ...,
     return_state: Literal[False] = ...,
 ) -> _Float64: ...
 @overload
@@ -79,8 +100,25 @@ def attention_kl(
     scale1: float | None = ...,
     scale2: float | None = ...,
     layout: str = ...,
+    lse1: None = ...,
+    lse2: None = ...,
     return_state: Literal[True],
 ) -> ReferenceState: ...
+@overload
+def attention_kl(
+    q1: ArrayLike,
+    k1: ArrayLike,
+    q2: ArrayLike,
+    k2: ArrayLike,
+    *,
+    causal: bool = ...,
+    scale1: float | None = ...,
+    scale2: float | None = ...,
+    layout: str = ...,
+    lse1: ArrayLike | None = ...,
+    lse2: ArrayLike | None = ...,
+    return_state: Literal[True],
+) -> ReferenceState | GivenState: ...
 def attention_kl(
     q1: ArrayLike,
     k1: ArrayLike,
@@ -91,8 +129,10 @@ def attention_kl(
     scale1: float | None = None,
     scale2: float | None = None,
     layout: str = "bhnd",
+    lse1: ArrayLike | None = None,
+    lse2: ArrayLike | None = None,
     return_state: bool = False,
-) -> _Float64 | ReferenceState:
+) -> _Float64 | ReferenceState | GivenState:
     """KL divergence of two attention distributions, one value a query row, in nats.
 
     Parameters
@@ -110,15 +150,19 @@ def attention_kl(
     layout
         ``"bhnd"`` as above, or ``"bnhd"`` with heads and length swapped. Ranks 3 ``(BH, N, D)``
         and 2 ``(N, D)`` read the same in both.
+    lse1, lse2
+        Log-sum-exps to divide by instead of those over the keys of the call, of the shape of ``q1``
+        without its last axis.
     return_state
         Return the log-sum-exps too, as the backward needs them.
 
     Returns
     -------
-    ndarray or ReferenceState
+    ndarray, ReferenceState or GivenState
         ``kl`` in float64, of the shape of ``q1`` without its last axis; with ``return_state`` a
-        `ReferenceState` ``(kl, lse1, lse2)`` of such arrays. A row that sees no key has ``kl = 0``
-        and ``lse = -inf``.
+        `ReferenceState` ``(kl, lse1, lse2)`` of such arrays, or a `GivenState` where one of the
+        two is given. A row that sees no key has ``kl = 0`` and ``lse = -inf``, given or not, and
+        ``mass1 = 0``.
 
     Raises
     ------
@@ -129,6 +173,11 @@ def attention_kl(
     -----
     ``KL = sum_j P1_j (s1_j - s2_j) + lse2 - lse1`` as in StreamKL (arXiv 2606.20005), the logits
     taken relative to their maxima, so that a common offset of one side costs no accuracy.
+
+    With a given ``lse_t`` the masses ``p_t,j = exp(s_t,j - lse_t)`` need not add up to 1, and
+    ``kl = sum_j p1_j (log p1_j - log p2_j) = sum_j p1_j (s1_j - s2_j) + (lse2 - lse1) mass1``.
+    From the row's own values, with a prime: ``mass1 = exp(lse1' - lse1)`` and
+    ``kl = mass1 (kl' + (lse1' - lse1) - (lse2' - lse2))``.
 
     Examples
     --------
@@ -141,8 +190,14 @@ def attention_kl(
     """
     side1, side2 = _sides(q1, k1, q2, k2, scale1, scale2, layout)
     shape = np.shape(q1)[:-1]
+    given = {
+        name: _as_float64(array)
+        for name, array in (("lse1", lse1), ("lse2", lse2))
+        if array is not None
+    }
+    _check_rows(given, q1)
     state = ReferenceState(np.zeros(shape), np.full(shape, -np.inf), np.full(shape, -np.inf))
-    kl, lse1, lse2 = (_canonical_rows(array, layout) for array in state)
+    kl, own1, own2 = (_canonical_rows(array, layout) for array in state)
 
     with np.errstate(all="ignore"):
         for batch, head in _head_groups(side1, side2):
@@ -163,10 +218,11 @@ def attention_kl(
                 block_kl = mean_difference + (log_sum2 - log_sum1)
                 kl[batch, head, rows] = np.where(allowed.any(axis=-1), block_kl, 0.0)
                 # Of a row without keys the sums are 0, and their logarithm the -inf that is due.
-                lse1[batch, head, rows] = max1 + log_sum1
-                lse2[batch, head, rows] = max2 + log_sum2
+                own1[batch, head, rows] = max1 + log_sum1
+                own2[batch, head, rows] = max2 + log_sum2
 
-    return state if return_state else state.kl
+    result = _replace_lse(state, given) if given else state
+    return result if return_state else result.kl
 
 
 def attention_kl_backward(
@@ -216,7 +272,10 @@ def attention_kl_backward(
         dq_t,i = scale_t * dkl_i * sum_j ds_t,ij k_t,j
         dk_t,j = scale_t * sum_i dkl_i ds_t,ij q_t,i
 
-    where ``i`` runs over the queries of every head that shares the key head.
+    where ``i`` runs over the queries of every head that shares the key head. A given log-sum-exp
+    is a constant: given lse1, ``ds1_j = p1_j (log p1_j - log p2_j + 1)`` and
+    ``ds2_j = mass1 P2_j - p1_j``; given lse2, ``ds2_j = -p1_j``. Its own gradients are
+    ``dKL/dlse1 = -(kl + mass1)`` and ``dKL/dlse2 = mass1``.
 
     Examples
     --------
@@ -231,13 +290,11 @@ def attention_kl_backward(
     side1, side2 = _sides(q1, k1, q2, k2, scale1, scale2, layout)
     _check_wrt(wrt)
     row_values = {"dkl": dkl, "kl": state.kl, "lse1": state.lse1, "lse2": state.lse2}
-    for name, values in row_values.items():
-        if np.shape(values) != np.shape(q1)[:-1]:
-            raise ValueError(
-                f"{name}: expected the shape of q1 without its last axis, {np.shape(q1)[:-1]}, "
-                f"got {np.shape(values)}; pass one value a query row"
-            )
-    upstream, kl, lse1, lse2 = (
+    given = getattr(state, "given", ())
+    # Where nothing is given P1 adds up to 1.
+    row_values["mass1"] = getattr(state, "mass1", np.ones(np.shape(q1)[:-1]))
+    _check_rows(row_values, q1)
+    upstream, kl, lse1, lse2, mass1 = (
         _canonical_rows(_as_float64(values), layout) for values in row_values.values()
     )
     inputs = dict(zip(_NAMES, (q1, k1, q2, k2), strict=True))
@@ -259,10 +316,15 @@ def attention_kl_backward(
                 p1 = np.exp(logits["1"] - lse1[block])
                 for t in trained:
                     if t == "1":
-                        delta = kl[block] - lse2[block] + lse1[block]
+                        # p1 (log p1 - log p2 + 1); an own lse1 takes away the mean, kl + 1.
+                        pull = 1.0 if "lse1" in given else -kl[block]
+                        delta = lse1[block] - lse2[block] - pull
                         dlogits = p1 * ((logits["1"] - logits["2"]) - delta)
+                    elif "lse2" in given:
+                        # A row that is not finite on side 2 stays so.
+                        dlogits = np.where(np.isnan(lse2[block]), np.nan, -p1)
                     else:
-                        dlogits = np.exp(logits["2"] - lse2[block]) - p1
+                        dlogits = mass1[block] * np.exp(logits["2"] - lse2[block]) - p1
                     dlogits *= upstream[block] * sides[t].scale
                     dlogits[:, ~allowed] = 0.0
                     if f"q{t}" in wrt:
@@ -449,6 +511,15 @@ def _sides(
     return side("q1", "k1", scale1), side("q2", "k2", scale2)
 
 
+def _check_rows(values: Mapping[str, Any], q1: ArrayLike) -> None:
+    for name, array in values.items():
+        if np.shape(array) != np.shape(q1)[:-1]:
+            raise ValueError(
+                f"{name}: expected the shape of q1 without its last axis, {np.shape(q1)[:-1]}, "
+                f"got {np.shape(array)}; pass one value a query row"
+            )
+
+
 def _check_wrt(wrt: Sequence[str]) -> None:
     names = list(wrt)
     if not names or len(set(names)) != len(names) or not set(names) <= set(_NAMES):
@@ -490,6 +561,24 @@ def _subtract_maximum(logits: _Float64, allowed: _Bool) -> _Float64:
     maximum[:, ~allowed.any(axis=-1)] = 0.0
     logits -= maximum[..., None]
     return maximum
+
+
+def _replace_lse(own: ReferenceState, given: Mapping[str, _Float64]) -> GivenState:
+    """Divide by given log-sum-exps instead of the rows' own.
+
+    A row that sees no key keeps its -inf, and one that is not finite its NaN.
+    """
+    with np.errstate(all="ignore"):
+        lse1, lse2 = (
+            np.where(np.isfinite(lse), given.get(name, lse), lse)
+            for name, lse in (("lse1", own.lse1), ("lse2", own.lse2))
+        )
+        log_mass1 = own.lse1 - lse1
+        mass1 = np.exp(log_mass1)
+        kl = mass1 * (own.kl + (log_mass1 - (own.lse2 - lse2)))
+    is_empty = own.lse1 == -np.inf
+    kl[is_empty] = mass1[is_empty] = 0.0
+    return GivenState(kl, lse1, lse2, mass1, tuple(given))
 
 
 def _masked_product(weights: _Float64, allowed: _Bool, values: _Float64) -> _Float64:

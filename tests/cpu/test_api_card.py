@@ -110,9 +110,14 @@ class Card:
             self.current.pop()
 
     def forward(
-        self, chosen: plan.ForwardPlan, problem: Problem, device_index: int
+        self,
+        chosen: plan.ForwardPlan,
+        problem: Problem,
+        device_index: int,
+        given: launch.GivenStrides,
     ) -> PretendedChain:
-        return PretendedChain(functools.partial(self.launch_forward, chosen, problem, device_index))
+        run = functools.partial(self.launch_forward, chosen, problem, device_index, given)
+        return PretendedChain(run)
 
     def backward(
         self, chosen: plan.BackwardPlan, problem: Problem, dkl: Strides, device_index: int
@@ -162,6 +167,7 @@ class Card:
         chosen: plan.ForwardPlan,
         problem: Problem,
         device_index: int,
+        given: launch.GivenStrides,
         pointers: dict[str, int],
         workspace: int,
         stream: int,
@@ -171,9 +177,19 @@ class Card:
         if workspace:
             ctypes.memset(workspace, 0, chosen.workspace_bytes)
         self.launched.append((chosen, problem, pointers, stream))
-        state = reference.attention_kl(**self.inputs(problem, pointers), return_state=True)
+        sizes = (problem.batch, problem.num_heads, problem.num_queries, 1)
+        outside = {
+            f"lse{side}": read(pointers[f"given{side}"], sizes, strides, np.float32)[..., 0]
+            for side, strides in enumerate(given, 1)
+            if strides is not None
+        }
+        assert tuple(outside) == chosen.given
+        state = reference.attention_kl(
+            **self.inputs(problem, pointers), **outside, return_state=True
+        )
         for name, values in state._asdict().items():
-            self.write_rows(problem, pointers[name], values)
+            if name != "given":
+                self.write_rows(problem, pointers[name], values)
         for name in ("lse1_low", "lse2_low"):
             self.write_rows(problem, pointers[name], np.full_like(state.kl, 0.25))
 
@@ -196,6 +212,10 @@ class Card:
             name: read(pointers[name], (*sizes, 1), problem.row, np.float32)[..., 0]
             for name in ("kl", "lse1", "lse2")
         }
+        state: Any = reference.ReferenceState(**rows)
+        if chosen.given:
+            mass1 = read(pointers["mass1"], (*sizes, 1), problem.row, np.float32)[..., 0]
+            state = reference.GivenState(*state, mass1, chosen.given)
         for name in ("lse1", "lse2"):
             if pointers[f"{name}_low"]:
                 low = read(pointers[f"{name}_low"], (*sizes, 1), problem.row, np.float32)[..., 0]
@@ -204,7 +224,7 @@ class Card:
         gradients = reference.attention_kl_backward(
             upstream,
             **self.inputs(problem, pointers),
-            state=reference.ReferenceState(**rows),
+            state=state,
             wrt=INPUTS,
         )
         for name, values in zip(INPUTS, gradients, strict=True):
@@ -355,6 +375,60 @@ def test_unaligned_views_take_another_plan(card: Card, rng: np.random.Generator)
     np.testing.assert_array_equal(kl.host, reference.attention_kl(**inputs).astype(np.float32))
     assert not card.launched[-1][1].aligned
     assert "guarded" in card.launched[-1][0].name
+
+
+@pytest.mark.parametrize("given", [("lse1",), ("lse2",), ("lse1", "lse2")], ids=str)
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+def test_given_log_sum_exps(
+    card: Card, layout: str, given: tuple[str, ...], rng: np.random.Generator
+) -> None:
+    inputs = random_inputs(rng, layout=layout)
+    options: dict[str, Any] = {"causal": True, "layout": layout}
+    rows = inputs["q1"].shape[:-1]
+    # Of any strides, 0 among them.
+    lse = {
+        "lse1": np.ascontiguousarray(rng.random(rows[::-1]).astype(np.float32)).T,
+        "lse2": np.broadcast_to(np.float32(2.5), rows),
+    }
+    outside = {name: lse[name] for name in given}
+    arrays = on_card(inputs) | on_card(outside)
+    expected = reference.attention_kl(**inputs, **outside, **options, return_state=True)
+    assert isinstance(expected, reference.GivenState)
+
+    kl = skl.attention_kl(**arrays, **options)
+    np.testing.assert_array_equal(kl.host, expected.kl.astype(np.float32))
+    assert card.library.allocated[0] == (rows, "float32", DEVICE)
+    chosen = card.launched[-1][0]
+    assert card.library.allocated[1:] == [((chosen.workspace_bytes,), "uint8", DEVICE)]
+    state = skl.attention_kl(**arrays, **options, return_state=True)
+    assert state.given == given
+    for name in ("kl", "lse1", "lse2", "mass1"):
+        exact = getattr(expected, name).astype(np.float32)
+        np.testing.assert_array_equal(getattr(state, name).host, exact)
+
+    dkl = rng.standard_normal(rows).astype(np.float32)
+    arrays = on_card(inputs)
+    gradients = skl.attention_kl_backward(
+        CardArray(dkl), **arrays, state=state, wrt=INPUTS, **options
+    )
+    rounded = reference.GivenState(
+        *(getattr(state, name).host for name in ("kl", "lse1", "lse2", "mass1")), given
+    )
+    exact = reference.attention_kl_backward(dkl, **inputs, state=rounded, wrt=INPUTS, **options)
+    for got, gradient in zip(gradients, exact, strict=True):
+        np.testing.assert_array_equal(got.host, gradient.astype(ml_dtypes.bfloat16))
+    assert "_given_" in card.launched[-1][0].name
+
+    out = skl.KLState(
+        *(CardArray(np.full(rows, np.nan, np.float32)) for _ in range(3)),
+        mass1=CardArray(np.full(rows, np.nan, np.float32)),
+        given=given,
+    )
+    again = skl.attention_kl(**arrays, **on_card(outside), **options, return_state=True, out=out)
+    assert again is out
+    np.testing.assert_array_equal(out.mass1.host, state.mass1.host)
+    with pytest.raises(ValueError, match=r"^out: expected given="):
+        skl.attention_kl(**arrays, **options, return_state=True, out=out)
 
 
 @pytest.mark.parametrize("num_states", [1, 2, 11])
@@ -634,7 +708,7 @@ class TestWarmup:
     def test_without_a_card_it_builds_only(self) -> None:
         names = skl.warmup(32, 32, "float16", backward=False, arch="sm_80")
         assert self.loaded == []
-        kernels = {"forward_sm80", "reduce_splits", "merge_states"}
+        kernels = {"forward_sm80", "reduce_splits", "merge_states", "replace_lse"}
         assert {kernel for kernel, _, _ in self.built} == kernels
         assert {arch for _, _, arch in self.built} == {"sm_80"}
         assert all("guarded" not in name for name in names)

@@ -385,7 +385,55 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "out[1]: expected the shape of the result, (2, 4, 7, 6), got (2, 4, 5, 6); allocate it in "
         "that shape.",
     ),
+    # Given log-sum-exps.
+    "given shape": (
+        forward(lse1=zeros(2, 4, 6)),
+        ValueError,
+        "lse1: expected the shape of q1 without its last axis, (2, 4, 5), got (2, 4, 6); pass one "
+        "value a query row.",
+    ),
+    "given dtype": (
+        forward(lse2=np.zeros((2, 4, 5), int)),
+        TypeError,
+        "lse2: expected bfloat16, float16, float32 or float64, got int64; cast it.",
+    ),
+    "given number": (
+        forward(lse2=1.5),
+        TypeError,
+        "lse2: expected an array of NumPy, CuPy, torch or JAX, or another one with __dlpack__, got "
+        "float; convert it, for example by numpy.asarray.",
+    ),
+    "out is not for what is given": (
+        forward(lse1=zeros(2, 4, 5), return_state=True, out=state()),
+        ValueError,
+        "out: expected given=('lse1',) and an array for mass1, got given=() and none; make it with "
+        "what is given to this call.",
+    ),
+    "out is for what is given": (
+        forward(return_state=True, out=state(mass1=zeros(2, 4, 5), given=("lse1",))),
+        ValueError,
+        "out: expected given=() and no array for mass1, got given=('lse1',) and one; make it with "
+        "what is given to this call.",
+    ),
+    "no mass": (
+        backward(state=state(given=("lse2",))),
+        TypeError,
+        "state.mass1: expected an array, because state.given is ('lse2',), got None; pass the "
+        "state of attention_kl.",
+    ),
+    "shape of the mass": (
+        backward(state=state(given=("lse2",), mass1=zeros(2, 4, 1))),
+        ValueError,
+        "state.mass1: expected the shape of q1 without its last axis, (2, 4, 5), got (2, 4, 1); "
+        "pass one value a query row.",
+    ),
     # Merging.
+    "a state with a given log-sum-exp": (
+        lambda: skl.merge_states(state(), state(given=("lse1", "lse2"), mass1=zeros(2, 4, 5))),
+        ValueError,
+        "states[1]: expected a state with log-sum-exps of its own, got one with given lse1 and "
+        "lse2; add up kl and mass1 of parts that share what is given.",
+    ),
     "no state": (
         lambda: skl.merge_states(),
         ValueError,

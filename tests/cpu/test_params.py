@@ -47,6 +47,7 @@ PACKED = {
     "BackwardParams": launch.BACKWARD_PARAMS,
     "FinishParams": launch.FINISH_PARAMS,
     "MergeParams": launch.MERGE_PARAMS,
+    "ReplaceParams": launch.REPLACE_PARAMS,
 }
 
 
@@ -259,6 +260,10 @@ def test_backward_packs_each_value_in_its_field(driver: Driver, dtype: str, stra
             "num_heads": 12,
             "num_queries": 700,
             "num_rows": 2 * 12 * 700,
+            "mass1": 0,
+            "weighted_dkl": 0,
+            "is_given1": 0,
+            "is_given2": 0,
         }
         expected = {
             **common(problem),
@@ -324,6 +329,77 @@ def test_hopper_backward_brings_its_maps(driver: Driver) -> None:
     assert len(prepare.arguments) == len(finish.arguments) == 1
 
 
+GIVEN_STRIDES = (Strides(90_000, 8000, 9), Strides(60_000, 5000, 6))
+
+
+@pytest.mark.parametrize("given", [("lse1",), ("lse2",), ("lse1", "lse2")], ids=str)
+@pytest.mark.parametrize("num_splits", [1, 5])
+def test_given_log_sum_exps_come_after_the_forward(
+    driver: Driver, given: tuple[str, ...], num_splits: int
+) -> None:
+    problem = distinct_problem("bfloat16")
+    with plan.override(num_splits=num_splits):
+        chosen = plan.forward(problem, CARD, given=given)
+    strides = [s if f"lse{i}" in given else None for i, s in enumerate(GIVEN_STRIDES, 1)]
+    addresses = {"mass1": 2**42, "given1": 2**42 + 4096, "given2": 2**42 + 8192}
+    chain = launch.forward(chosen, problem, 0, (strides[0], strides[1]))
+    chain.launch(POINTERS | addresses, WORKSPACE, 0)
+    *computing, replacing = driver.seen
+    assert replacing.kernel == "replace_lse"
+    part_bytes = 4 * 2 * 12 * 700
+    # The own values lie behind the partial states, and up to the end.
+    assert chosen.own_offset >= 20 * num_splits * 2 * 12 * 700 * (num_splits > 1)
+    assert chosen.own_offset + 4 * part_bytes == chosen.workspace_bytes
+    places = [WORKSPACE + chosen.own_offset + part * part_bytes for part in range(4)]
+    own = dict(zip(RESULTS, [POINTERS["kl"], *places], strict=True))
+    for step in computing:
+        packed = values("ForwardParams", step.params)
+        assert {name: packed[name] for name in RESULTS} == own
+    assert values("ReplaceParams", replacing.params) == {
+        **{f"own.{name}": address for name, address in own.items()},
+        **{name: POINTERS[name] for name in RESULTS},
+        "mass1": addresses["mass1"],
+        **rows("rows", problem.row),
+        **{f"given{i}": addresses[f"given{i}"] if s else 0 for i, s in enumerate(strides, 1)},
+        **rows("given1_rows", strides[0] or Strides(0, 0, 0)),
+        **rows("given2_rows", strides[1] or Strides(0, 0, 0)),
+        "num_heads": 12,
+        "num_queries": 700,
+        "num_rows": 2 * 12 * 700,
+    }
+
+
+@pytest.mark.parametrize("given", [("lse1",), ("lse2",), ("lse1", "lse2")], ids=str)
+@pytest.mark.parametrize("strategy", ["fused", "separate"])
+def test_the_mass_of_p1_goes_into_dkl(
+    driver: Driver, strategy: str, given: tuple[str, ...]
+) -> None:
+    problem = distinct_problem("float16")
+    plain = plan.backward(problem, CARD, INPUTS, strategy=strategy)
+    chosen = plan.backward(problem, CARD, INPUTS, strategy=strategy, given=given)
+    assert chosen.weighted_dkl_offset >= plain.workspace_bytes
+    assert chosen.workspace_bytes == chosen.weighted_dkl_offset + 4 * 2 * 12 * 700
+    launch.backward(chosen, problem, DKL, 0).launch(POINTERS | {"mass1": 2**42}, WORKSPACE, 0)
+    weighted = WORKSPACE + chosen.weighted_dkl_offset
+    for step in driver.seen:
+        if isinstance(step, Cleared):
+            continue
+        if step.kernel == "backward_prepare":
+            packed = values("PrepareParams", step.params)
+            assert packed["dkl"] == POINTERS["dkl"]
+            assert rows("dkl_rows", DKL).items() <= packed.items()
+            assert packed["mass1"] == 2**42
+            assert packed["weighted_dkl"] == weighted
+            assert (packed["is_given1"], packed["is_given2"]) == (
+                int("lse1" in given),
+                int("lse2" in given),
+            )
+        elif step.kernel != "backward_finish":
+            packed = values("BackwardParams", step.params)
+            assert packed["dkl"] == weighted
+            assert rows("dkl_rows", problem.row).items() <= packed.items()
+
+
 def test_merge_packs_each_value_in_its_field(driver: Driver) -> None:
     num_states, num_rows = 11, 5000
     chosen = plan.merge(num_rows, num_states, CARD)
@@ -386,6 +462,7 @@ def test_constants_are_the_same_on_both_sides() -> None:
     assert int(constant("backward_prepare.cu", "kPrepareThreads")) == plan.PREPARE_THREADS
     assert int(constant("backward_finish.cu", "kFinishThreads")) == plan.FINISH_THREADS
     assert int(constant("merge_states.cu", "kMergeThreads")) == plan.MERGE_THREADS
+    assert int(constant("replace_lse.cu", "kReplaceThreads")) == plan.REPLACE_THREADS
     masked = float(constant("kl_state.cuh", "kMaskedLogit").rstrip("f"))
     assert masked == launch.MASKED_LOGIT
     state = re.search(r"struct KlState \{\s*float ([^;]+);", without_comments("kl_state.cuh"))

@@ -618,7 +618,8 @@ def test_declared_covers_what_it_promises(arch: str) -> None:
     assert {kernel for kernel, _ in declared} == kernels
     cuts = [(kernel, dict(template)) for kernel, template in declared]
     for dim, element in itertools.product(plan.BUCKETS, ("bf16", "fp16")):
-        of_rows = {"reduce_splits", "merge_states", "backward_prepare", "backward_finish"}
+        of_rows = {"reduce_splits", "merge_states", "replace_lse"}
+        of_rows |= {"backward_prepare", "backward_finish"}
         for kernel in kernels - of_rows:
             sides = {
                 cut.get("kSide")
@@ -664,7 +665,7 @@ def layout_source(kernels: Sequence[KernelPlan]) -> str:
     parts.append('#include "kl_state.cuh"\n#include "schedule.cuh"\n#include "smem.cuh"')
     parts.append("template <int, int> struct StationaryRegisters;")
     parts.append("template <int, int> struct StationaryShared;")
-    parts.append(braces(read["gradient.cuh"], r"struct alignas\(16\) RowStatistics"))
+    parts.append(braces(read["row_statistics.cuh"], r"struct alignas\(16\) RowStatistics"))
     parts.append(braces(read["forward_sm80.cu"], "struct ForwardTraits"))
     parts.append(braces(tile, "struct BackwardTile"))
     parts.append(braces(tile, r"struct (?:alignas\(\d+\) )?RowsOfTile"))
@@ -984,13 +985,13 @@ def fused_layout_source(kernels: Sequence[plan.Specialisation]) -> str:
     kernel = (jit.source_directory() / "backward_fused_sm90.cu").read_text()
     read = {
         name: re.sub(r"//.*", "", (jit.source_directory() / name).read_text())
-        for name in ("warpgroup.cuh", "gradient.cuh", "pipeline.cuh")
+        for name in ("warpgroup.cuh", "row_statistics.cuh", "pipeline.cuh")
     }
     panel = braces(read["warpgroup.cuh"], "struct PanelTile")
     ring = value_of(braces(read["pipeline.cuh"], "struct Ring"), "kBytes")
     parts = [
         '#include "schedule.cuh"',
-        braces(read["gradient.cuh"], r"struct alignas\(16\) WeightedStatistics"),
+        braces(read["row_statistics.cuh"], r"struct alignas\(16\) WeightedStatistics"),
         re.sub(r"template <int kRows>.*", "};", panel, flags=re.DOTALL),
         f"template <int kNumStages> struct Ring {{ static constexpr int kBytes = {ring}; }};",
         "template <int, int, int> struct PanelMixed;",
@@ -1103,13 +1104,18 @@ def pair_layout_source(kernels: Sequence[plan.Specialisation]) -> str:
     """C++ with the bytes of shared memory of each, and where its swizzled buffers begin."""
     read = {
         name: re.sub(r"//.*", "", (jit.source_directory() / name).read_text())
-        for name in ("warpgroup.cuh", "gradient.cuh", "pipeline.cuh", "backward_warpgroup.cuh")
+        for name in (
+            "warpgroup.cuh",
+            "row_statistics.cuh",
+            "pipeline.cuh",
+            "backward_warpgroup.cuh",
+        )
     }
     panel = braces(read["warpgroup.cuh"], "struct PanelTile")
     ring = value_of(braces(read["pipeline.cuh"], "struct Ring"), "kBytes")
     parts = [
         '#include "base.cuh"',
-        braces(read["gradient.cuh"], r"struct alignas\(16\) WeightedStatistics"),
+        braces(read["row_statistics.cuh"], r"struct alignas\(16\) WeightedStatistics"),
         re.sub(r"template <int kRows>.*", "};", panel, flags=re.DOTALL),
         f"template <int kNumStages> struct Ring {{ static constexpr int kBytes = {ring}; }};",
         "template <int, int, int> struct PanelMixed;",
