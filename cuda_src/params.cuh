@@ -80,6 +80,7 @@ struct ReplaceParams {
     RowsRef rows;                                           // of the own values and the results
     const float *given1, *given2;                           // null where the own lse stays
     RowsRef given1_rows, given2_rows;
+    float scale1_error, scale2_error;  // relative, of the scales in base 2 of the forward
     int num_heads, num_queries;
     int64 num_rows;
 };

@@ -24,12 +24,15 @@ __global__ void __launch_bounds__(kReplaceThreads) replace_lse(const ReplacePara
     };
     const int64 at = offset(params.rows);
     const FinishedRow own = read_row(params.own, at);
-    const double given1 =
-        params.given1 == nullptr ? own.lse1 : params.given1[offset(params.given1_rows)];
-    const double given2 =
-        params.given2 == nullptr ? own.lse2 : params.given2[offset(params.given2_rows)];
-    const GivenRow result = divide_by(own, given1, given2);
-    const FloatPair lse1 = split(result.lse1), lse2 = split(result.lse2);
+    const bool is_given1 = params.given1 != nullptr, is_given2 = params.given2 != nullptr;
+    const float given1 = is_given1 ? params.given1[offset(params.given1_rows)] : 0.f,
+                given2 = is_given2 ? params.given2[offset(params.given2_rows)] : 0.f;
+    const GivenRow result =
+        divide_by(own, is_given1 ? with_error_of_scale(given1, params.scale1_error) : own.lse1,
+                  is_given2 ? with_error_of_scale(given2, params.scale2_error) : own.lse2);
+    // High is the very value that was given, and low what makes it one of the kernels' own.
+    const FloatPair lse1 = is_given1 ? split(result.lse1, given1) : split(result.lse1),
+                    lse2 = is_given2 ? split(result.lse2, given2) : split(result.lse2);
     params.kl[at] = static_cast<float>(result.kl);
     const auto write = [&](float* values, float value) {
         if (values != nullptr) values[at] = value;

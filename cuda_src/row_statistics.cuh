@@ -28,18 +28,20 @@ template <int kSide>
 SKL_HOST_DEVICE RowStatistics given_statistics(Log2Sum sum1, Log2Sum sum2, float kl, float mass1,
                                                bool is_given1, bool is_given2) {
     if (mass1 == 0.f) return no_row();  // nothing of P1 here that float32 could hold
-    const float fraction = sum1.fraction + log2(mass1), whole = nearbyint(fraction);
-    const float exponent1 = sum1.exponent + whole, fraction1 = fraction - whole;
+    // The logarithm may be large, and its rounding error would be one of every P1.
+    const double fraction = sum1.fraction + log2(static_cast<double>(mass1));
+    const double whole = nearbyint(fraction);
+    const float moved = static_cast<float>(whole), exponent1 = sum1.exponent + moved,
+                fraction1 = static_cast<float>(fraction - whole);
     if (kSide == 2) {
         // Far under any logit: P2 is zero. A NaN stays one.
         const float nowhere = sum2.fraction == sum2.fraction ? no_row().exponent2 : sum2.fraction;
         return {exponent1, fraction1, is_given2 ? nowhere : sum2.exponent,
                 is_given2 ? 0.f : sum2.fraction};
     }
-    // The bracket is relative to the exponents, of which the first has moved by a whole number.
+    // In the bracket only the difference of the exponents counts, so both move.
     const float constant = is_given1 ? -kLog2E : kl * kLog2E;
-    return {exponent1, fraction1, sum2.exponent,
-            (constant - sum2.fraction) + (sum1.fraction - whole)};
+    return {exponent1, fraction1, sum2.exponent + moved, constant - sum2.fraction + sum1.fraction};
 }
 
 // Relative rounding error of the shift: a sum, a quotient and three products of float32.

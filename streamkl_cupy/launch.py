@@ -76,7 +76,9 @@ BACKWARD_PARAMS = struct.Struct(
     + "ff"
     + "f"
 )
-REPLACE_PARAMS = struct.Struct("=" + "QQQQQ" + "QQQQQQ" + _ROWS + "QQ" + _ROWS * 2 + "ii" + "q")
+REPLACE_PARAMS = struct.Struct(
+    "=" + "QQQQQ" + "QQQQQQ" + _ROWS + "QQ" + _ROWS * 2 + "ff" + "ii" + "q"
+)
 MERGE_PARAMS = struct.Struct("=" + "QQQQQ" + "QQQQQ" * MERGED_AT_ONCE + "q" + "i" + "4x")
 FINISH_PARAMS = struct.Struct("=" + "Q" + "Q" + _ROWS + "iii" + "i" + "f" + "4x")
 
@@ -310,6 +312,8 @@ def _replace_params(problem: Problem, own: list[Address], given: GivenStrides) -
             *_strides(problem.row),
             *(0 if of is None else Address(n) for n, of in zip(names, given, strict=True)),
             *(step for of in given for step in _strides(of or Strides(0, 0, 0))),
+            _log2_scale_error(problem.scale1),
+            _log2_scale_error(problem.scale2),
             problem.num_heads,
             problem.num_queries,
             problem.num_rows,
@@ -391,3 +395,10 @@ def _log2_scale(scale: float) -> float:
     if abs(scaled) >= SMALLEST_SCALE:
         return scaled
     return -SMALLEST_SCALE if scaled < 0 else SMALLEST_SCALE
+
+
+def _log2_scale_error(scale: float) -> float:
+    """Relative error of the scale in base 2, which the kernels have in float32."""
+    scaled = _log2_scale(scale)
+    rounded: float = struct.unpack("f", struct.pack("f", scaled))[0]
+    return rounded / scaled - 1

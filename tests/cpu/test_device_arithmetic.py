@@ -480,6 +480,120 @@ def test_finished_rows_without_keys(library: ctypes.CDLL) -> None:
             assert (np.isfinite(merged[:, KL]) == (np.arange(NUM_ROWS) != 3)).all()
 
 
+GIVEN = st.sampled_from((("lse1",), ("lse2",), ("lse1", "lse2")))
+
+
+@many(max_examples=60)
+@given(
+    seed=SEEDS,
+    shape=st.sampled_from(SHAPES),
+    num_keys=st.integers(1, 100),
+    spread=st.floats(0, 60),
+    names=GIVEN,
+    # Of the given log-sum-exps over the rows' own: fewer keys than here, a few more, very many.
+    above=st.sampled_from((-1.0, 0.5, 20.0, 60.0)),
+)
+def test_given_log_sum_exps(
+    library: ctypes.CDLL,
+    seed: int,
+    shape: str,
+    num_keys: int,
+    spread: float,
+    names: tuple[str, ...],
+    above: float,
+) -> None:
+    logits = draw_logits(seed, shape, num_keys, spread, 1)
+    rng = np.random.default_rng(seed)
+    rows, own = results_of(library, logits), exact(logits)
+    lse = {
+        name: (own[:, 1 + i] + above + rng.random(NUM_ROWS)).astype(np.float32)
+        for i, name in enumerate(("lse1", "lse2"))
+        if name in names
+    }
+    addresses = [pointer(lse[name]) if name in lse else None for name in ("lse1", "lse2")]
+    results, mass1 = np.empty_like(rows), np.empty(NUM_ROWS, np.float32)
+    error = ctypes.c_float(launch._log2_scale_error(1.0))
+    library.divide_finished(
+        NUM_ROWS, pointer(rows), *addresses, error, error, pointer(results), pointer(mass1)
+    )
+    one = np.ones((NUM_ROWS, 1, 1))
+    arrays = (one, logits.x1[..., None], one, logits.x2[..., None])
+    outer = {name: values[:, None] for name, values in lse.items()}
+    state = reference.attention_kl(*arrays, **outer, return_state=True)
+    assert isinstance(state, reference.GivenState)
+    # Each log-sum-exp is off by a few steps of its sum, and with it all that is divided by it.
+    off = 64 * EPSILON
+    np.testing.assert_allclose(mass1, state.mass1[:, 0], rtol=off, atol=1e-38)
+    size = state.mass1 * (1 + np.abs(own[:, 1:2] - state.lse1) + np.abs(own[:, 2:] - state.lse2))
+    np.testing.assert_allclose(
+        results[:, KL], state.kl[:, 0], rtol=off, atol=off * size.max() + 1e-38
+    )
+    for name, column in (("lse1", LSE1), ("lse2", LSE2)):
+        if name in lse:
+            np.testing.assert_array_equal(results[:, column], lse[name])
+            assert (np.abs(results[:, column + 1]) <= np.spacing(np.abs(lse[name]))).all()
+        else:
+            np.testing.assert_array_equal(results[:, column], rows[:, column])
+
+    for side in (1, 2):
+        found = np.empty((2, NUM_ROWS, num_keys), np.float32)
+        library.given_gradients(
+            side,
+            NUM_ROWS,
+            num_keys,
+            pointer(logits.x1),
+            pointer(logits.x2),
+            ctypes.c_float(launch.LOG2_E),
+            ctypes.c_float(launch.LOG2_E),
+            pointer(results),
+            pointer(mass1),
+            int("lse1" in names),
+            int("lse2" in names),
+            pointer(found[0]),
+            pointer(found[1]),
+        )
+        # One query whose component is 1: the gradient of a key is that of its logit.
+        (ref,) = reference.attention_kl_backward(
+            np.ones((NUM_ROWS, 1)), *arrays, state, wrt=(f"k{side}",)
+        )
+        # A bracket is a difference of logits, less one of log-sum-exps and what is constant.
+        bracket = 4 + np.abs(logits.x1 - logits.x2) + np.abs(state.lse1 - state.lse2)
+        bound = state.mass1 * (1 if side == 2 else bracket)
+        # The scale in base 2 is off by half a step, and with it the logits.
+        bound = bound * (1 + np.abs(logits.x1 - state.lse1) + np.abs(logits.x2 - state.lse2))
+        for form in found:
+            assert (np.abs(form - ref[..., 0]) <= 16 * EPSILON * bound + 1e-36).all()
+
+
+def test_rows_without_keys_or_numbers_keep_what_they_have(library: ctypes.CDLL) -> None:
+    rows = results_of(library, draw_logits(1, "random", 20, 0, 1))
+    rows[3] = finish(library, empty_states(library, 1))[0]
+    rows[5, KL] = rows[5, LSE2] = np.nan
+    rows[7, KL] = rows[7, LSE1] = np.nan
+    given = np.full(NUM_ROWS, 9, np.float32)
+    results, mass1 = np.empty_like(rows), np.empty(NUM_ROWS, np.float32)
+    addresses, nothing = [pointer(given)] * 2, [ctypes.c_float(0)] * 2
+    library.divide_finished(
+        NUM_ROWS, pointer(rows), *addresses, *nothing, pointer(results), pointer(mass1)
+    )
+    np.testing.assert_array_equal(results[3], rows[3])
+    assert mass1[3] == 0
+    assert np.isnan(results[[5, 7], KL]).all()
+    assert np.isnan(results[5, LSE2])
+    assert np.isnan(results[7, LSE1])
+    x = np.zeros((NUM_ROWS, 4), np.float32)
+    for side in (1, 2):
+        found = np.empty((2, NUM_ROWS, 4), np.float32)
+        one = ctypes.c_float(1)
+        library.given_gradients(
+            side, NUM_ROWS, 4, pointer(x), pointer(x), one, one, pointer(results), pointer(mass1),
+            1, 1, pointer(found[0]), pointer(found[1]),
+        )  # fmt: skip
+        broken = np.isin(np.arange(NUM_ROWS), (5, 7))
+        assert (np.isnan(found).all(axis=(0, 2)) == broken).all()
+        assert (found[:, 3] == 0).all()
+
+
 def test_empty_states(library: ctypes.CDLL) -> None:
     empty = empty_states(library, NUM_ROWS)
     assert (finish(library, empty) == [0, -np.inf, 0, -np.inf, 0]).all()

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from streamkl_cupy import jit, launch, plan
@@ -329,6 +330,12 @@ def test_hopper_backward_brings_its_maps(driver: Driver) -> None:
     assert len(prepare.arguments) == len(finish.arguments) == 1
 
 
+def scale_error(scale: float) -> float:
+    error = float(np.float32(scale * launch.LOG2_E)) / (scale * launch.LOG2_E) - 1
+    assert 0 < abs(error) <= 2**-24
+    return error
+
+
 GIVEN_STRIDES = (Strides(90_000, 8000, 9), Strides(60_000, 5000, 6))
 
 
@@ -363,6 +370,8 @@ def test_given_log_sum_exps_come_after_the_forward(
         **{f"given{i}": addresses[f"given{i}"] if s else 0 for i, s in enumerate(strides, 1)},
         **rows("given1_rows", strides[0] or Strides(0, 0, 0)),
         **rows("given2_rows", strides[1] or Strides(0, 0, 0)),
+        "scale1_error": pytest.approx(scale_error(0.11), rel=1e-6),
+        "scale2_error": pytest.approx(scale_error(-0.23), rel=1e-6),
         "num_heads": 12,
         "num_queries": 700,
         "num_rows": 2 * 12 * 700,
