@@ -237,7 +237,7 @@ def attention_kl(
         pointers = NULL_POINTERS.copy()
         pointers.update(zip(INPUTS, inputs.pointers, strict=True))
         if of_given:
-            pointers.update(zip(map(_given_address, given), of_given.pointers, strict=True))
+            pointers.update(zip(map(given_address, given), of_given.pointers, strict=True))
         pointers.update({name: array.pointer for name, array in outputs.items()})
         buffers = [] if outputs else _allocate(library, results, index, pointers)
         _launch(prepared, pointers, library, index, stream)
@@ -844,7 +844,7 @@ def _take_given(lse1: Any, lse2: Any, inputs: Group) -> tuple[tuple[str, ...], G
     return names, interop.take_all(names, tuple(given.values()), inputs)
 
 
-def _given_address(name: str) -> str:
+def given_address(name: str) -> str:
     """What a launch calls a given log-sum-exp."""
     return name.replace("lse", "given")
 

@@ -178,6 +178,98 @@ def test_gradients_against_finite_differences(
         assert float((gradient * direction).sum()) == pytest.approx(measured, rel=1e-6, abs=1e-9)
 
 
+GIVEN = (("lse1",), ("lse2",), ("lse1", "lse2"))
+
+
+def draw_lse(
+    rng: np.random.Generator, inputs: list[Any], given: tuple[str, ...], dtype: str
+) -> list[Any]:
+    return [jnp.asarray(rng.uniform(2, 3, inputs[0].shape[:-1]), dtype) for _ in given]
+
+
+@pytest.mark.parametrize("given", GIVEN, ids="_".join)
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+def test_given_log_sum_exps(
+    given: tuple[str, ...], layout: str, x64: None, rng: np.random.Generator
+) -> None:
+    inputs = problem_in(rng, "float64", batch=2, heads=2, key_heads2=1)
+    if layout == "bnhd":
+        inputs = [x.swapaxes(1, 2) for x in inputs]
+    lse = draw_lse(rng, inputs, given, "float64")
+    options = {"causal": True, "layout": layout}
+    exact = reference.attention_kl(
+        *map(np.asarray, inputs), **dict(zip(given, lse, strict=True)), **options, return_state=True
+    )
+    named = dict(zip(given, lse, strict=True))
+    for ours, theirs in zip(
+        attention_kl(*inputs, **named, **options, return_lse=True), exact, strict=False
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+
+    def loss(*arguments: Any) -> Any:
+        outer = dict(zip(given, arguments[4:], strict=True))
+        return attention_kl(*arguments[:4], **outer, **options, reduction="sum")
+
+    arguments = [*inputs, *lse]
+    gradients = jax.jit(jax.grad(loss, argnums=tuple(range(len(arguments)))))(*arguments)
+    step = 1e-5
+    for position, gradient in enumerate(gradients):
+        direction = jnp.asarray(rng.normal(size=arguments[position].shape))
+        sides = []
+        for sign in (1, -1):
+            moved = arguments[position] + sign * step * direction
+            sides.append(loss(*arguments[:position], moved, *arguments[position + 1 :]))
+        measured = float(sides[0] - sides[1]) / (2 * step)
+        assert float((gradient * direction).sum()) == pytest.approx(measured, rel=1e-6, abs=1e-9)
+
+
+def test_given_ones_that_are_stopped_cost_nothing(rng: np.random.Generator) -> None:
+    inputs = problem_in(rng, "float32")
+    (lse1,) = draw_lse(rng, inputs, ("lse1",), "bfloat16")
+
+    def loss(q2: Any, lse1: Any) -> Any:
+        return attention_kl(*inputs[:2], q2, inputs[3], lse1=lse1, reduction="sum")
+
+    assert backward_of(jax.grad(loss), inputs[2], lse1) == [("q2",)]
+    # Its own gradient comes of the rows alone.
+    assert backward_of(jax.grad(loss, 1), inputs[2], lse1) == []
+    gradient = jax.grad(loss, 1)(inputs[2], lse1)
+    assert (gradient.dtype, gradient.shape) == (jnp.bfloat16, lse1.shape)
+    with pytest.raises(NotImplementedError, match="has first derivatives only"):
+        jax.grad(lambda x: jax.grad(loss, 1)(inputs[2], x).sum())(lse1)
+
+
+@pytest.mark.parametrize("given", GIVEN, ids="_".join)
+def test_given_ones_under_vmap(given: tuple[str, ...], rng: np.random.Generator) -> None:
+    inputs = problem_in(rng, "float32")
+    lse = draw_lse(rng, [jnp.stack([inputs[0]] * 3)], given, "float32")
+
+    def gradients(*x: Any) -> Any:
+        return jax.grad(
+            lambda *x: attention_kl(*x[:4], **dict(zip(given, x[4:], strict=True))).sum(),
+            argnums=tuple(range(4 + len(given))),
+        )(*x)
+
+    axes = (None,) * 4 + (0,) * len(given)
+    ours = jax.vmap(gradients, axes)(*inputs, *lse)
+    for i in range(3):
+        each = gradients(*inputs, *(x[i] for x in lse))
+        for one, other in zip(ours, each, strict=True):
+            np.testing.assert_allclose(one[i], other, rtol=1e-5, atol=1e-6)
+
+
+def test_given_ones_that_do_not_fit(rng: np.random.Generator) -> None:
+    inputs = problem_in(rng, "float32")
+    rows = inputs[0].shape[:-1]
+    for lse, error, text in (
+        (1.0, TypeError, r"^lse2: expected an array of JAX or NumPy, got builtins.float"),
+        (jnp.zeros(rows[:-1]), ValueError, r"^lse2: expected the shape of q1 without its last"),
+        (jnp.zeros(rows, "int32"), TypeError, r"^lse2: expected bfloat16, float16, float32"),
+    ):
+        with pytest.raises(error, match=text):
+            attention_kl(*inputs, lse2=lse)
+
+
 @pytest.mark.parametrize("wrt", SUBSETS, ids="_".join)
 def test_only_the_gradients_wanted_are_computed(
     wrt: tuple[str, ...], rng: np.random.Generator
