@@ -803,13 +803,21 @@ class Card:
         self.prepared: list[Prepared] = []
         self.launched: list[Any] = []
 
-    def forward(self, problem: Problem, index: int, *_: Any) -> Prepared:
+    def forward(
+        self, problem: Problem, index: int, force: str | None, override: object, given: Any
+    ) -> Prepared:
         check_gpu(problem)
-        chosen = plan.forward(problem, FACTS)
+        assert set(given) <= {None, problem.row}
+        names = tuple(f"lse{side}" for side, of in enumerate(given, 1) if of is not None)
+        chosen = plan.forward(problem, FACTS, given=names)
 
         def launch(pointers: dict[str, int]) -> None:
-            state = reference.attention_kl(**self.inputs(problem, pointers), return_state=True)
+            outer = {name: self.rows(problem, pointers[f"given{name[3]}"]) for name in names}
+            inputs = self.inputs(problem, pointers)
+            state = reference.attention_kl(**inputs, **outer, return_state=True)
             rows = {"kl": state.kl, "lse1": state.lse1, "lse2": state.lse2}
+            if isinstance(state, reference.GivenState):
+                rows["mass1"] = state.mass1
             rows |= {"lse1_low": np.full_like(state.kl, 0.25)}
             rows |= {"lse2_low": np.full_like(state.kl, -0.25)}
             for name, values in rows.items():
@@ -828,11 +836,18 @@ class Card:
         strategy: str,
         deterministic: bool,
         dkl: Strides,
+        given: tuple[str, ...],
     ) -> Prepared:
         check_gpu(problem)
         assert dkl == problem.row
         chosen = plan.backward(
-            problem, FACTS, wrt, strategy=strategy, deterministic=deterministic, force=force
+            problem,
+            FACTS,
+            wrt,
+            strategy=strategy,
+            deterministic=deterministic,
+            force=force,
+            given=given,
         )
 
         def launch(pointers: dict[str, int]) -> None:
@@ -842,7 +857,10 @@ class Card:
             assert (rows["lse2_low"] == -0.25).all()
             assert wrt == tuple(name for name in INPUTS if pointers["d" + name])
             inputs = self.inputs(problem, pointers)
-            state = reference.ReferenceState(rows["kl"], rows["lse1"], rows["lse2"])
+            state: Any = reference.ReferenceState(rows["kl"], rows["lse1"], rows["lse2"])
+            if given:
+                mass1 = self.rows(problem, pointers["mass1"])
+                state = reference.GivenState(*state, mass1, given)
             gradients = reference.attention_kl_backward(rows["dkl"], **inputs, state=state, wrt=wrt)
             for name, gradient in zip(wrt, gradients, strict=True):
                 strides, dtype = gradient_strides(problem, name), inputs[name].dtype
@@ -985,3 +1003,42 @@ def test_only_a_card_refuses_it(card: Card, rng: np.random.Generator) -> None:
     with pytest.raises(ValueError, match=r"scale2: expected a magnitude below 2\.3e38"):
         attention_kl(*problem_in(rng, "bfloat16"), scale2=1e39)
     assert card.launched == []
+
+
+@pytest.mark.parametrize("given", GIVEN, ids="_".join)
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+def test_given_on_a_card(
+    given: tuple[str, ...], layout: str, card: Card, rng: np.random.Generator
+) -> None:
+    host = draw(rng, batch=2, heads=4, num_queries=80, num_keys=90)
+    if layout == "bnhd":
+        host = {name: x.swapaxes(1, 2) for name, x in host.items()}
+    inputs = [jnp.asarray(host[name], "bfloat16") for name in INPUTS]
+    lse = draw_lse(rng, inputs, given, "float32")
+
+    def weighted(*x: Any) -> Any:
+        outer = dict(zip(given, x[4:], strict=True))
+        kl = attention_kl(*x[:4], **outer, causal=True, layout=layout)
+        return (kl * host["dkl"]).sum(), kl
+
+    everything = tuple(range(4 + len(given)))
+    (_, kl), gradients = jax.value_and_grad(weighted, everything, has_aux=True)(*inputs, *lse)
+    arrays = {name: np.asarray(x) for name, x in zip(INPUTS, inputs, strict=True)}
+    outer = {name: np.asarray(x) for name, x in zip(given, lse, strict=True)}
+    options = {"causal": True, "layout": layout}
+    state = reference.attention_kl(**arrays, **outer, **options, return_state=True)
+    assert isinstance(state, reference.GivenState)
+    np.testing.assert_allclose(kl, state.kl, rtol=1e-6)
+    expected = reference.attention_kl_backward(
+        host["dkl"], **arrays, state=state, wrt=INPUTS, **options
+    )
+    expected += tuple(
+        host["dkl"] * (state.mass1 if name == "lse2" else -(state.kl + state.mass1))
+        for name in given
+    )
+    for ours, exact in zip(gradients, expected, strict=True):
+        size = np.abs(exact).max()
+        np.testing.assert_allclose(np.asarray(ours, np.float64), exact, atol=size * 2.0**-7)
+    assert all("_given_" in chosen.name for chosen in card.launched)
+    with pytest.raises(TypeError, match="expected float32, got bfloat16; cast it to float32"):
+        weighted(*inputs, *(x.astype("bfloat16") for x in lse))

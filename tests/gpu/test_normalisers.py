@@ -10,12 +10,13 @@ import pytest
 import streamkl_cupy as skl
 from streamkl_cupy import plan, reference
 from streamkl_cupy.problem import INPUTS
-from tests.compare import round_mantissa
+from tests.compare import error, round_mantissa
 from tests.gpu.card import (
     Cupy,
     Expected,
     Library,
     Output,
+    Torch,
     contiguous,
     random_inputs,
     upload,
@@ -233,3 +234,54 @@ def test_what_is_not_finite_stays_in_its_row(cupy_library: Cupy, rng: np.random.
         expected = ExpectedGiven(inputs, {"causal": True}, lse)
         for strategy in ("fused", "separate"):
             expected.check(run(cupy_library, inputs, {"causal": True}, lse, strategy=strategy))
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=str)
+def test_torch(given: tuple[str, ...], torch_library: Torch, rng: np.random.Generator) -> None:
+    from streamkl_cupy.torch import attention_kl
+
+    inputs = random_inputs(rng, num_queries=130, num_keys=150)
+    lse = outside(rng, inputs, given, 0.5)
+    expected = ExpectedGiven(inputs, {"causal": True}, lse)
+    arrays, outer = upload_all(torch_library, inputs), upload_all(torch_library, lse)
+    leaves = {n: x.requires_grad_() for n, x in (arrays | outer).items() if n != "dkl"}
+    kl = attention_kl(*(leaves[n] for n in INPUTS), **{n: leaves[n] for n in given}, causal=True)
+    (kl * arrays["dkl"]).sum().backward()
+    ours = {"kl": torch_library.get(kl.detach())}
+    ours |= {"d" + n: torch_library.get(leaves[n].grad) for n in INPUTS}
+    expected.check(ours)
+    check_own_gradients({n: torch_library.get(leaves[n].grad) for n in given}, inputs, expected)
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=str)
+def test_jax(given: tuple[str, ...], jax: Any, rng: np.random.Generator) -> None:
+    from streamkl_cupy.jax import attention_kl
+
+    inputs = random_inputs(rng, num_queries=130, num_keys=150)
+    lse = outside(rng, inputs, given, 0.5)
+    expected = ExpectedGiven(inputs, {"causal": True}, lse)
+
+    def weighted(dkl: Any, *x: Any) -> Any:
+        outer = dict(zip(given, x[4:], strict=True))
+        kl = attention_kl(*x[:4], **outer, causal=True)
+        return (kl * dkl).sum(), kl
+
+    device = jax.devices("gpu")[0]
+    host = [inputs["dkl"], *(inputs[n] for n in INPUTS), *lse.values()]
+    positions = tuple(range(1, 5 + len(given)))
+    step = jax.jit(jax.value_and_grad(weighted, positions, has_aux=True))
+    (_, kl), gradients = step(*jax.device_put(host, device))
+    ours = {"kl": np.asarray(kl)}
+    ours |= {"d" + n: np.asarray(x) for n, x in zip(INPUTS, gradients[:4], strict=True)}
+    expected.check(ours)
+    own = {n: np.asarray(x) for n, x in zip(given, gradients[4:], strict=True)}
+    check_own_gradients(own, inputs, expected)
+
+
+def check_own_gradients(
+    ours: dict[str, np.ndarray], inputs: dict[str, np.ndarray], expected: ExpectedGiven
+) -> None:
+    kl, mass1 = expected.values["kl"], expected.values["mass1"]
+    for name, gradient in ours.items():
+        exact = inputs["dkl"] * (mass1 if name == "lse2" else -(kl + mass1))
+        assert error(gradient, exact) <= 4e-6, name
