@@ -18,7 +18,7 @@ struct ForwardParams {
     TensorRef q1, k1, q2, k2;
     RowsRef rows;
     float *kl, *lse1, *lse2, *lse1_low, *lse2_low;  // all but kl may be null
-    float* partials;                                // [5][rows][num_splits], null without splits
+    float* partials;  // [5 or 6][rows][num_splits], null without splits
     KeyRange range;
     int num_heads, group1, group2;  // query heads in all, and per key head of each side
     int head_dim1, head_dim2;
@@ -27,6 +27,7 @@ struct ForwardParams {
     float scale1, scale2;                // to base 2, never zero
     float masked_logit1, masked_logit2;  // kMaskedLogit before the scale
     int64 num_rows;
+    float *entropy, *cross_entropy;  // null unless the kernel has the entropy
 };
 
 struct PrepareParams {

@@ -53,9 +53,11 @@ from streamkl_cupy.state import KLState, SupportsDLPack
 ArrayT = TypeVar("ArrayT", bound=SupportsDLPack)
 
 _STATE = launch.STATE
-NULL_POINTERS = dict.fromkeys((*INPUTS, *_STATE, *launch.GIVEN, "dkl", *launch.GRADIENTS), 0)
+NULL_POINTERS = dict.fromkeys(
+    (*INPUTS, *_STATE, *launch.GIVEN, *launch.ENTROPIES, "dkl", *launch.GRADIENTS), 0
+)
 
-_HostState: TypeAlias = reference.ReferenceState | reference.GivenState
+_HostState: TypeAlias = reference.ReferenceState | reference.GivenState | reference.EntropyState
 
 # Shape and dtype of each result.
 Results: TypeAlias = Mapping[str, tuple[tuple[int, ...], str]]
@@ -81,6 +83,7 @@ def attention_kl(
     lse1: ArrayT | None = ...,
     lse2: ArrayT | None = ...,
     return_state: Literal[False] = ...,
+    return_entropy: Literal[False] = ...,
     out: ArrayT | None = ...,
 ) -> ArrayT: ...
 @overload
@@ -97,6 +100,22 @@ def attention_kl(
     lse1: SupportsDLPack | None = ...,
     lse2: SupportsDLPack | None = ...,
     return_state: Literal[True],
+    return_entropy: bool = ...,
+    out: KLState | None = ...,
+) -> KLState: ...
+@overload
+def attention_kl(
+    q1: SupportsDLPack,
+    k1: SupportsDLPack,
+    q2: SupportsDLPack,
+    k2: SupportsDLPack,
+    *,
+    causal: bool = ...,
+    scale1: float | None = ...,
+    scale2: float | None = ...,
+    layout: str = ...,
+    return_state: bool = ...,
+    return_entropy: Literal[True],
     out: KLState | None = ...,
 ) -> KLState: ...
 def attention_kl(
@@ -112,6 +131,7 @@ def attention_kl(
     lse1: Any = None,
     lse2: Any = None,
     return_state: bool = False,
+    return_entropy: bool = False,
     out: Any = None,
 ) -> Any:
     """KL divergence between two attention distributions, one value a query row, in nats.
@@ -144,18 +164,23 @@ def attention_kl(
         on the CPU. Constants for `attention_kl_backward`.
     return_state
         Return all that `attention_kl_backward` needs.
+    return_entropy
+        Return a state that also has the entropy of P1 and its cross-entropy with P2, from the same
+        pass over the keys. Not together with `lse1` or `lse2`.
     out
         Where to write: an array for kl, or with `return_state` a `KLState` whose low parts may
         be missing. C-contiguous, of the dtype of the result. With `lse1` or `lse2` it must say so
-        in ``given`` and have an array for ``mass1``.
+        in ``given`` and have an array for ``mass1``; with `return_entropy` arrays for both
+        entropies.
 
     Returns
     -------
     array or KLState
         ``kl`` in the shape of q1 without its last axis, float32 on a GPU and float64 on the CPU
         (float32 in JAX without ``jax_enable_x64``); an array of the caller's library on the
-        device of the inputs, in order with the caller's current stream. With `return_state` a
-        `KLState` of such arrays. A row that sees no key has ``kl = 0`` and ``lse = -inf``.
+        device of the inputs, in order with the caller's current stream. With `return_state` or
+        `return_entropy` a `KLState` of such arrays. A row that sees no key has ``kl = 0`` and
+        ``lse = -inf``.
 
     Raises
     ------
@@ -194,41 +219,53 @@ def attention_kl(
     >>> state = attention_kl(q, k1, q, k2, lse1=lse1, return_state=True)
     >>> state.kl.round(6), state.mass1             # p1 = (1/4, 1/4)
     (array([-0.274653]), array([0.5]))
+
+    Entropy and cross-entropy differ by the divergence:
+
+    >>> state = attention_kl(q, k1, q, k2, return_entropy=True)
+    >>> state.entropy.round(6), state.cross_entropy.round(6)
+    (array([0.693147]), array([0.836988]))
     """
     # Take in.
     causal, scale1, scale2, layout = check_options(causal, scale1, scale2, layout)
     check_flag("return_state", return_state)
+    check_flag("return_entropy", return_entropy)
+    returns_state = return_state or return_entropy
     inputs = interop.take_all(INPUTS, (q1, k1, q2, k2))
     given, of_given = _take_given(lse1, lse2, inputs)
-    outputs = {} if out is None else _take_state_outputs(out, return_state, inputs, given=given)
+    if given and return_entropy:
+        expected, remedy = "False with given log-sum-exps", f"leave out {' and '.join(given)}"
+        raise ValueError(message("return_entropy", expected, "True", remedy))
+    names = _STATE + ("mass1",) * bool(given) + launch.ENTROPIES * return_entropy
+    outputs = {} if out is None else _take_state_outputs(out, returns_state, inputs, names, given)
 
     # Describe.
     problem = _describe(inputs.keys, causal, scale1, scale2, layout)
     shape, _, _, index, _ = inputs.keys[0]
     row_dtype = "float64" if index == CPU else "float32"
-    names = (*_STATE, "mass1") if given else _STATE
-    results = dict.fromkeys(names if return_state else names[:1], (shape[:-1], row_dtype))
+    results = dict.fromkeys(names if returns_state else names[:1], (shape[:-1], row_dtype))
     given_strides = (
         _describe_given(problem, shape[:-1], index, given, of_given.keys)
         if of_given
         else (None, None)
     )
     if outputs:
-        labels = {name: f"out.{name}" if return_state else "out" for name in outputs}
+        labels = {name: f"out.{name}" if returns_state else "out" for name in outputs}
         others = inputs.operands(INPUTS) + (of_given.operands(given) if of_given else [])
         _check_outputs(outputs, labels, results, ITEM_BYTES[row_dtype], others)
     if index == CPU:
         options = {"causal": causal, "scale1": scale1, "scale2": scale2, "layout": layout}
         if of_given:
             options |= {n: x.view for n, x in zip(given, of_given.arrays, strict=True)}
-        values = _refer_forward(inputs.arrays, options, return_state, outputs)
+        options |= {"return_entropy": True} if return_entropy else {"return_state": True}
+        values = _refer_forward(inputs.arrays, options, returns_state, outputs)
         return values if out is None else out
 
     library = cast(CudaLibrary, inputs.library)
     with interop.under_device(index):
         # Plan.
         prepared = prepare_forward(
-            problem, index, env.force(), plan.current_override(), given_strides
+            problem, index, env.force(), plan.current_override(), given_strides, return_entropy
         )
         stream = library.current_stream(index)
         prepared.require_loaded(stream)
@@ -247,7 +284,7 @@ def attention_kl(
         if out is not None:
             return out
         arrays = [library.hand_back(buffer) for buffer in buffers]
-    if not return_state:
+    if not returns_state:
         return arrays[0]
     return KLState(**dict(zip(results, arrays, strict=True)), given=given)
 
@@ -387,7 +424,7 @@ def merge_states(*states: KLState, out: KLState | None = None) -> KLState:
 
     For keys that do not come in one piece: shards of several devices, or blocks as they arrive.
     Each part is computed with the same queries and scales and the keys of the part; the states
-    merge in any order, also merged ones again.
+    merge in any order, also merged ones again. Their entropies do not.
 
     Parameters
     ----------
@@ -442,11 +479,16 @@ def merge_states(*states: KLState, out: KLState | None = None) -> KLState:
             got = f"one with given {' and '.join(state.given)}"
             remedy = "add up kl and mass1 of parts that share what is given"
             raise ValueError(message(f"states[{position}]", expected, got, remedy))
-        for name, value in _parts(state).items():
+        for name in _STATE:
+            value = getattr(state, name)
+            if value is None:
+                continue
             names.append(f"{position}.{name}")
             values.append(value)
     parts = interop.take_all(_state_arguments(tuple(names)), tuple(values))
-    outputs = {} if out is None else _take_state_outputs(out, True, parts, "states[0].kl")
+    outputs = {}
+    if out is not None:
+        outputs = _take_state_outputs(out, True, parts, first="states[0].kl")
 
     # Describe.
     _describe_parts(tuple(names), parts.keys)
@@ -689,6 +731,7 @@ def prepare_forward(
     force: str | None,
     override: object,
     given: launch.GivenStrides = (None, None),
+    has_entropy: bool = False,
 ) -> Prepared:
     """Plan the forward for a card; the same object comes back for the same arguments.
 
@@ -704,11 +747,13 @@ def prepare_forward(
         `plan.current_override()`, which only tells apart what `plan` would decide differently.
     given
         Strides of the given lse1 and lse2, None where the row's own serves.
+    has_entropy
+        Whether the entropies are wanted, too.
     """
     check_gpu(problem)
     facts = launch.device_facts(device_index)
     names = tuple(n for n, of in zip(("lse1", "lse2"), given, strict=True) if of is not None)
-    chosen = plan.forward(problem, facts, force=force, given=names)
+    chosen = plan.forward(problem, facts, force=force, given=names, has_entropy=has_entropy)
     return Prepared(chosen, launch.forward(chosen, problem, device_index, given), device_index)
 
 
@@ -852,6 +897,7 @@ def given_address(name: str) -> str:
 def _take_rows(dkl: Any, state: Any, inputs: Group) -> tuple[tuple[str, ...], Group]:
     """Upstream gradient and the parts of the state that there are, and what these are called."""
     parts = _parts(_check_state("state", state))
+    parts = {name: value for name, value in parts.items() if name not in launch.ENTROPIES}
     if state.given and "mass1" not in parts:
         expected = f"an array, because state.given is {state.given}"
         raise TypeError(message("state.mass1", expected, "None", "pass the state of attention_kl"))
@@ -879,8 +925,9 @@ def _parts(state: KLState) -> dict[str, Any]:
         parts["lse1_low"] = state.lse1_low
     if state.lse2_low is not None:
         parts["lse2_low"] = state.lse2_low
-    if state.mass1 is not None:
-        parts["mass1"] = state.mass1
+    for name in ("mass1", *launch.ENTROPIES):
+        if (value := getattr(state, name)) is not None:
+            parts[name] = value
     return parts
 
 
@@ -898,23 +945,25 @@ def _state_arguments(names: tuple[str, ...]) -> tuple[str, ...]:
 
 def _take_state_outputs(
     out: Any,
-    return_state: bool,
+    returns_state: bool,
     inputs: Group,
-    first: str = "q1",
+    names: tuple[str, ...] = _STATE,
     given: tuple[str, ...] = (),
+    first: str = "q1",
 ) -> dict[str, Array]:
-    if not return_state and not isinstance(out, KLState):
+    """Where to write the parts of a state of these names, whose low parts may be missing."""
+    if not returns_state and not isinstance(out, KLState):
         return {"kl": interop.take("out", out, inputs)}
-    if not return_state or not isinstance(out, KLState):
-        expected = "a KLState with return_state=True" if return_state else "an array for kl"
-        remedy = "allocate one" if return_state else "pass out.kl, or return_state=True as well"
+    if not returns_state or not isinstance(out, KLState):
+        expected = "a KLState with return_state=True" if returns_state else "an array for kl"
+        remedy = "allocate one" if returns_state else "pass out.kl, or return_state=True as well"
         raise TypeError(message("out", expected, type(out).__name__, remedy))
     parts = _parts(out)
-    if out.given != given or ("mass1" in parts) != bool(given):
-        expected = f"given={given} and {'an array' if given else 'no array'} for mass1"
-        got = f"given={out.given} and {'one' if 'mass1' in parts else 'none'}"
-        remedy = "make it with what is given to this call"
-        raise ValueError(message("out", expected, got, remedy))
+    wanted = set(names) - {"lse1_low", "lse2_low"}
+    if out.given != given or not wanted <= parts.keys() <= set(names):
+        expected = f"a KLState with given={given} and arrays for {', '.join(sorted(wanted))}"
+        got = f"given={out.given} and {', '.join(sorted(parts))}"
+        raise ValueError(message("out", expected, got, "make it with what this call returns"))
     return {n: interop.take(f"out.{n}", value, inputs, first) for n, value in parts.items()}
 
 
@@ -963,15 +1012,15 @@ def _allocate(
 def _refer_forward(
     inputs: tuple[Array, ...],
     options: dict[str, Any],
-    return_state: bool,
+    returns_state: bool,
     outputs: Mapping[str, Array],
 ) -> Any:
     """`attention_kl` on the CPU, written to `outputs` if there are any."""
-    state = reference.attention_kl(*(array.view for array in inputs), **options, return_state=True)
+    state = reference.attention_kl(*(array.view for array in inputs), **options)
     if outputs:
         _write_state(state, outputs)
         return None
-    if not return_state:
+    if not returns_state:
         return cast(HostLibrary, inputs[0].library).from_numpy(state.kl, inputs[0])
     return _host_state(state, inputs[0])
 
@@ -989,6 +1038,8 @@ def _host_state(state: _HostState, first: Array) -> KLState:
     given: tuple[str, ...] = ()
     if isinstance(state, reference.GivenState):
         values["mass1"], given = state.mass1, state.given
+    if isinstance(state, reference.EntropyState):
+        values |= {"entropy": state.entropy, "cross_entropy": state.cross_entropy}
     library = cast(HostLibrary, first.library)
     results = {name: library.from_numpy(value, first) for name, value in values.items()}
     for name in ("lse1", "lse2"):

@@ -55,6 +55,7 @@ FORWARD_PARAMS = struct.Struct(
     + "ff"
     + "ff"
     + "q"
+    + "QQ"
 )
 PREPARE_PARAMS = struct.Struct(
     "=" + _ROWS + "QQQQQ" + "Q" + _ROWS + "Q" + "Q" + "ii" + "q" + "Q" + "Q" + "ii"
@@ -85,6 +86,7 @@ FINISH_PARAMS = struct.Struct("=" + "Q" + "Q" + _ROWS + "iii" + "i" + "f" + "4x"
 # What the arrays of a launch are called; one that there is not has the address 0.
 STATE = ("kl", "lse1", "lse2", "lse1_low", "lse2_low")
 GRADIENTS = ("dq1", "dk1", "dq2", "dk2")
+ENTROPIES = ("entropy", "cross_entropy")
 # Beside a state with given log-sum-exps: the mass of P1, and what was given.
 GIVEN = ("mass1", "given1", "given2")
 # Strides of the given lse1 and lse2, None where the row's own serves.
@@ -139,7 +141,8 @@ def forward(
     Chain
         Launch it with the addresses of ``q1 k1 q2 k2`` and of the outputs
         ``kl lse1 lse2 lse1_low lse2_low``, of which all but ``kl`` may be 0, and a workspace of
-        ``plan.workspace_bytes`` bytes; where a log-sum-exp is given also with those of ``given1``,
+        ``plan.workspace_bytes`` bytes; where the plan has the entropy also with those of
+        ``entropy`` and ``cross_entropy``; where a log-sum-exp is given also with those of ``given1``,
         ``given2`` and the output ``mass1``, which may be 0.
     """
     own = [Address(name) for name in STATE]
@@ -172,6 +175,7 @@ def forward(
             MASKED_LOGIT / scale1,
             MASKED_LOGIT / scale2,
             problem.num_rows,
+            *(Address(name) if plan.has_entropy else 0 for name in ENTROPIES),
         ),
     )
     steps = []

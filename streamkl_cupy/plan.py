@@ -22,6 +22,7 @@ from streamkl_cupy.problem import Problem
 BUCKETS = (32, 64, 96, 128, 192, 256)
 ELEMENTS = {"bfloat16": "bf16", "float16": "fp16"}
 STATE_FIELDS = 5  # m1 l1 m2 l2 acc
+ENTROPY_STATE_FIELDS = 6  # and moment1
 FLOAT_BYTES = 4
 ROW_STATISTICS_BYTES = 16
 OWN_LSE_BYTES = 16  # of a row, beside a given one: lse1, lse2 and their low parts
@@ -148,7 +149,7 @@ class ForwardTile:
         ring = self.num_stages * self.block_k * (dim1 + dim2) * 2
         tiles = max(queries, ring) if self.queries_in_registers else queries + ring
         states = (
-            self.num_warps_k * self.stationary_rows * STATE_FIELDS * FLOAT_BYTES
+            self.num_warps_k * self.stationary_rows * ENTROPY_STATE_FIELDS * FLOAT_BYTES
             if self.num_warps_k > 1
             else 0
         )
@@ -343,6 +344,7 @@ class ForwardPlan:
     num_query_tiles: int
     num_splits: int
     workspace_bytes: int
+    has_entropy: bool = False
     given: tuple[str, ...] = ()
     own_offset: int = 0
 
@@ -492,6 +494,7 @@ def forward(
     *,
     force: str | None = None,
     given: tuple[str, ...] = (),
+    has_entropy: bool = False,
 ) -> ForwardPlan:
     """Plan the forward.
 
@@ -505,6 +508,8 @@ def forward(
         The kernel to use; None lets the plan choose.
     given
         Which of ``"lse1"`` and ``"lse2"`` are given.
+    has_entropy
+        Whether the entropy of P1 is wanted, too.
 
     Raises
     ------
@@ -514,7 +519,7 @@ def forward(
     forced, choice = _forced(force, FORWARD_KERNELS), _override.get()
     if forced is None and choice.forward_kernel is None and choice.forward_tile is None:
         choice = _with_tuned_forward(choice, problem, device)
-    chosen = _forward(problem, device, forced, choice)
+    chosen = _forward(problem, device, forced, choice, has_entropy)
     return _with_given(chosen, problem, given) if given else chosen
 
 
@@ -546,7 +551,11 @@ def _forced(force: str | None, kernels: tuple[str, ...]) -> str | None:
 
 @functools.lru_cache(maxsize=4096)
 def _forward(
-    problem: Problem, device: DeviceFacts, force: str | None, choice: Choice
+    problem: Problem,
+    device: DeviceFacts,
+    force: str | None,
+    choice: Choice,
+    has_entropy: bool = False,
 ) -> ForwardPlan:
     dim1, dim2 = bucket(problem.head_dim1), bucket(problem.head_dim2)
     kernel = force or choice.forward_kernel or forward_kernel(problem, device)
@@ -561,7 +570,7 @@ def _forward(
         assert not isinstance(choice.forward_tile, ForwardTile)
         tile, num_splits = warpgroup_tile(problem, device, choice)
         heads = heads_per_tile(problem, tile.stationary_rows)
-        template = warpgroup_template(problem.dtype, dim1, dim2, tile, heads > 1)
+        template = warpgroup_template(problem.dtype, dim1, dim2, tile, heads > 1, has_entropy)
     else:
         heads = heads_per_tile(problem, FEW_QUERIES // max(1, problem.num_queries))
         rows = problem.num_queries * heads
@@ -569,7 +578,9 @@ def _forward(
         assert isinstance(narrow, ForwardTile)
         heads = heads_per_tile(problem, min(heads, narrow.stationary_rows))
         aligned = problem.aligned
-        template = forward_template(problem.dtype, dim1, dim2, narrow, aligned, heads > 1)
+        template = forward_template(
+            problem.dtype, dim1, dim2, narrow, aligned, heads > 1, has_entropy
+        )
         smem = narrow.shared_memory(dim1, dim2)
         fitting = (device.shared_memory_per_block + RESERVED_BYTES) // (smem + RESERVED_BYTES)
         resident, tile = max(1, min(narrow.blocks_per_sm, fitting)), narrow
@@ -589,17 +600,26 @@ def _forward(
         grid = blocks * num_splits
         kernels.append(KernelPlan(kernel, template, grid, tile.threads, smem, boxes))
         if num_splits > 1:
-            kernels.append(reduce_splits(problem, num_splits))
-    workspace = STATE_FIELDS * FLOAT_BYTES * num_splits * problem.num_rows if num_splits > 1 else 0
+            kernels.append(reduce_splits(problem, num_splits, has_entropy))
+    partial_bytes = (ENTROPY_STATE_FIELDS if has_entropy else STATE_FIELDS) * FLOAT_BYTES
+    workspace = partial_bytes * num_splits * problem.num_rows if num_splits > 1 else 0
     name = (
         f"{kernel}_{ELEMENTS[problem.dtype]}_d{dim1}x{dim2}"
         f"_q{tile.stationary_rows}_k{tile.block_k}_s{tile.num_stages}"
         f"{'' if problem.aligned else '_guarded'}{f'_pack{heads}' if heads > 1 else ''}"
-        f"{f'_split{num_splits}' if num_splits > 1 else ''}"
+        f"{f'_split{num_splits}' if num_splits > 1 else ''}{'_entropy' if has_entropy else ''}"
     )
     num_tiles = _ceil_div(problem.num_queries, tile.stationary_rows // heads)
     return ForwardPlan(
-        name, device.arch, tuple(kernels), tile, heads, num_tiles, num_splits, workspace
+        name,
+        device.arch,
+        tuple(kernels),
+        tile,
+        heads,
+        num_tiles,
+        num_splits,
+        workspace,
+        has_entropy,
     )
 
 
@@ -634,11 +654,12 @@ def max_splits(problem: Problem, tile: ForwardTile | WarpgroupTile) -> int:
     return max(1, problem.num_keys // max(tile.block_k, MIN_KEYS_PER_SPLIT))
 
 
-def reduce_splits(problem: Problem, num_splits: int) -> KernelPlan:
+def reduce_splits(problem: Problem, num_splits: int, has_entropy: bool = False) -> KernelPlan:
     """A row of few splits takes few lanes."""
     lanes = min(32, 1 << (num_splits - 1).bit_length())
     grid = _ceil_div(problem.num_rows, REDUCE_THREADS // lanes)
-    return KernelPlan("reduce_splits", (("kLanesPerRow", lanes),), grid, REDUCE_THREADS, 0)
+    template: Template = (("kLanesPerRow", lanes), ("kHasEntropy", has_entropy))
+    return KernelPlan("reduce_splits", template, grid, REDUCE_THREADS, 0)
 
 
 def why_not_sm90(problem: Problem, device: DeviceFacts) -> str:
@@ -750,7 +771,12 @@ def warpgroup_tiles(dim1: int, dim2: int, is_packed: bool) -> Iterator[Warpgroup
 
 
 def warpgroup_template(
-    dtype: str, dim1: int, dim2: int, tile: WarpgroupTile, is_packed: bool
+    dtype: str,
+    dim1: int,
+    dim2: int,
+    tile: WarpgroupTile,
+    is_packed: bool,
+    has_entropy: bool = False,
 ) -> Template:
     """Template arguments of ``forward_sm90``."""
     return (
@@ -762,6 +788,7 @@ def warpgroup_template(
         ("kNumStages", tile.num_stages),
         ("kQueriesInRegisters", tile.queries_in_registers),
         ("kIsPacked", is_packed),
+        ("kHasEntropy", has_entropy),
     )
 
 
@@ -806,7 +833,13 @@ def forward_tiles(dim1: int, dim2: int, num_rows: int) -> tuple[ForwardTile, ...
 
 
 def forward_template(
-    dtype: str, dim1: int, dim2: int, tile: ForwardTile, aligned: bool, is_packed: bool
+    dtype: str,
+    dim1: int,
+    dim2: int,
+    tile: ForwardTile,
+    aligned: bool,
+    is_packed: bool,
+    has_entropy: bool = False,
 ) -> Template:
     """Template arguments of ``forward_sm80``."""
     return (
@@ -822,6 +855,7 @@ def forward_template(
         ("kQueriesInRegisters", tile.queries_in_registers),
         ("kIsAligned", aligned),
         ("kIsPacked", is_packed),
+        ("kHasEntropy", has_entropy),
     )
 
 
@@ -1588,7 +1622,7 @@ OF_FINISHED_ROWS: tuple[Specialisation, ...] = (("merge_states", ()), ("replace_
 def specialisations(arch: str) -> tuple[Specialisation, ...]:
     """Everything that a plan can return on a card of this architecture, each once."""
     pairs = [(dim1, dim2) for dim1 in BUCKETS for dim2 in BUCKETS]
-    return _specialisations(arch, pairs, without_dk=pairs)
+    return _specialisations(arch, pairs, in_full=pairs)
 
 
 def declared(arch: str) -> tuple[Specialisation, ...]:
@@ -1599,15 +1633,16 @@ def declared(arch: str) -> tuple[Specialisation, ...]:
     """
     if arch in FULLY_DECLARED:
         pairs = [(dim, dim) for dim in BUCKETS] + list(UNEQUAL_PAIRS)
-        found = _specialisations(arch, pairs, without_dk=[(128, 128)])
+        found = _specialisations(arch, pairs, in_full=[(128, 128)])
         return tuple(one for one in found if ("kIsAligned", False) not in one[1])
     everything = specialisations(arch)
     return tuple(random.Random(arch).sample(everything, min(SAMPLE_SIZE, len(everything))))
 
 
 def _specialisations(
-    arch: str, pairs: list[tuple[int, int]], without_dk: list[tuple[int, int]]
+    arch: str, pairs: list[tuple[int, int]], in_full: list[tuple[int, int]]
 ) -> tuple[Specialisation, ...]:
+    """Those of some pairs of head dims; of `in_full` also dQ without dK and the entropy."""
     device = device_facts(arch)
     found: dict[Specialisation, None] = dict.fromkeys(OF_FINISHED_ROWS)
     for side in (1, 2):
@@ -1618,10 +1653,13 @@ def _specialisations(
             for dim in (dim1, dim2):
                 found["backward_finish", (("Element", element), ("kHeadDim", dim))] = None
             for aligned in (True, False):
-                for kernel, template, _ in forward_kernels(dtype, dim1, dim2, aligned, device):
-                    found[kernel, template] = None
+                for has_entropy in (False, True) if (dim1, dim2) in in_full else (False,):
+                    for kernel, template, _ in forward_kernels(
+                        dtype, dim1, dim2, aligned, device, has_entropy
+                    ):
+                        found[kernel, template] = None
                 for kernel, side in itertools.product(BACKWARD_KERNELS, (1, 2)):
-                    only_dq = "fused" in kernel and (dim1, dim2) in without_dk
+                    only_dq = "fused" in kernel and (dim1, dim2) in in_full
                     for has_dk in (True, False) if only_dq else (True,):
                         if kernel.endswith("sm80"):
                             cut = backward_tile(kernel, dim1, dim2, side, device, aligned)
@@ -1649,22 +1687,27 @@ def _specialisations(
 
 
 def forward_kernels(
-    dtype: str, dim1: int, dim2: int, aligned: bool, device: DeviceFacts
+    dtype: str,
+    dim1: int,
+    dim2: int,
+    aligned: bool,
+    device: DeviceFacts,
+    has_entropy: bool = False,
 ) -> Iterator[tuple[str, Template, int]]:
     """Every kernel that the forward of a pair of buckets can take: its template arguments and its
     bytes of shared memory."""
     for num_rows, is_packed in itertools.product(ROW_CLASSES, (False, True)):
         if not (is_packed and num_rows > FEW_QUERIES):  # only few queries are packed
             tile = forward_tile(dim1, dim2, num_rows, device)
-            template = forward_template(dtype, dim1, dim2, tile, aligned, is_packed)
+            template = forward_template(dtype, dim1, dim2, tile, aligned, is_packed, has_entropy)
             yield "forward_sm80", template, tile.shared_memory(dim1, dim2)
     for is_packed in (False, True) if device.arch == "sm_90a" and aligned else ():
         for wide in warpgroup_tiles(dim1, dim2, is_packed):
             if _fits(wide, (dim1, dim2), device):
-                template = warpgroup_template(dtype, dim1, dim2, wide, is_packed)
+                template = warpgroup_template(dtype, dim1, dim2, wide, is_packed, has_entropy)
                 yield "forward_sm90", template, wide.shared_memory(dim1, dim2)
     for lanes in (2, 4, 8, 16, 32):
-        yield "reduce_splits", (("kLanesPerRow", lanes),), 0
+        yield "reduce_splits", (("kLanesPerRow", lanes), ("kHasEntropy", has_entropy)), 0
 
 
 def bucket(head_dim: int) -> int:

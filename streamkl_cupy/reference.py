@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 __all__ = [
+    "EntropyState",
     "GivenState",
     "ReferenceState",
     "attention_kl",
@@ -61,6 +62,16 @@ class GivenState(NamedTuple):
     lse2: _Float64
     mass1: _Float64
     given: tuple[str, ...]
+
+
+class EntropyState(NamedTuple):
+    """`ReferenceState` with the entropy of P1 and its cross-entropy with P2, in nats."""
+
+    kl: _Float64
+    lse1: _Float64
+    lse2: _Float64
+    entropy: _Float64
+    cross_entropy: _Float64
 
 
 class _State(Protocol):
@@ -119,6 +130,19 @@ def attention_kl(
     lse2: ArrayLike | None = ...,
     return_state: Literal[True],
 ) -> ReferenceState | GivenState: ...
+@overload
+def attention_kl(
+    q1: ArrayLike,
+    k1: ArrayLike,
+    q2: ArrayLike,
+    k2: ArrayLike,
+    *,
+    causal: bool = ...,
+    scale1: float | None = ...,
+    scale2: float | None = ...,
+    layout: str = ...,
+    return_entropy: Literal[True],
+) -> EntropyState: ...
 def attention_kl(
     q1: ArrayLike,
     k1: ArrayLike,
@@ -132,7 +156,8 @@ def attention_kl(
     lse1: ArrayLike | None = None,
     lse2: ArrayLike | None = None,
     return_state: bool = False,
-) -> _Float64 | ReferenceState | GivenState:
+    return_entropy: bool = False,
+) -> _Float64 | ReferenceState | GivenState | EntropyState:
     """KL divergence of two attention distributions, one value a query row, in nats.
 
     Parameters
@@ -155,10 +180,12 @@ def attention_kl(
         without its last axis.
     return_state
         Return the log-sum-exps too, as the backward needs them.
+    return_entropy
+        Return an `EntropyState`: the entropies too, of distributions that add up to 1.
 
     Returns
     -------
-    ndarray, ReferenceState or GivenState
+    ndarray, ReferenceState, GivenState or EntropyState
         ``kl`` in float64, of the shape of ``q1`` without its last axis; with ``return_state`` a
         `ReferenceState` ``(kl, lse1, lse2)`` of such arrays, or a `GivenState` where one of the
         two is given. A row that sees no key has ``kl = 0`` and ``lse = -inf``, given or not, and
@@ -196,6 +223,12 @@ def attention_kl(
         if array is not None
     }
     _check_rows(given, q1)
+    if given and return_entropy:
+        raise ValueError(
+            f"return_entropy: expected False with given log-sum-exps, got True; leave out "
+            f"{' and '.join(given)}"
+        )
+    entropies = _canonical_rows(entropy := np.zeros(shape), layout)
     state = ReferenceState(np.zeros(shape), np.full(shape, -np.inf), np.full(shape, -np.inf))
     kl, own1, own2 = (_canonical_rows(array, layout) for array in state)
 
@@ -210,6 +243,12 @@ def attention_kl(
 
                 weight1 = np.exp(x1)
                 sum1, sum2 = weight1.sum(axis=-1), np.exp(x2).sum(axis=-1)
+                if return_entropy:
+                    mean1 = (weight1 * np.where(allowed, x1, 0.0)).sum(axis=-1) / sum1
+                    block_entropy = np.log(sum1) - mean1
+                    entropies[batch, head, rows] = np.where(
+                        allowed.any(axis=-1), block_entropy, 0.0
+                    )
                 difference = np.subtract(x1, x2, out=x1)
                 difference[:, ~allowed] = 0.0
                 mean_difference = np.multiply(weight1, difference, out=weight1).sum(axis=-1) / sum1
@@ -221,6 +260,8 @@ def attention_kl(
                 own1[batch, head, rows] = max1 + log_sum1
                 own2[batch, head, rows] = max2 + log_sum2
 
+    if return_entropy:
+        return EntropyState(*state, entropy, entropy + state.kl)
     result = _replace_lse(state, given) if given else state
     return result if return_state else result.kl
 

@@ -36,6 +36,9 @@ class KLState:
     mass1
         Where one was given, the sum of P1 over the keys of the call: 1 if lse1 is the row's own,
         0 for a row without keys. Else None.
+    entropy, cross_entropy
+        Where asked for, the entropy of P1 and its cross-entropy with P2, in nats: 0 for a row
+        without keys. Else None.
 
     Examples
     --------
@@ -52,6 +55,8 @@ class KLState:
     lse2_low: SupportsDLPack | None = None
     mass1: SupportsDLPack | None = None
     given: tuple[str, ...] = ()
+    entropy: SupportsDLPack | None = None
+    cross_entropy: SupportsDLPack | None = None
 
     @classmethod
     def from_lse(cls, kl: SupportsDLPack, lse1: SupportsDLPack, lse2: SupportsDLPack) -> KLState:

@@ -60,6 +60,28 @@ extern "C" void finish_states(int num, const KlState* states, RowResult* results
     for (int i = 0; i < num; ++i) results[i] = finish(states[i]);
 }
 
+// The entropy of rows by the same steps: each thread's keys, then the threads merged in order.
+// x1, x2 [num_threads][num_chunks][kRows][kCols]; entropy [kRows].
+extern "C" void entropy_of_rows(int num_threads, int num_chunks, const float* x1, const float* x2,
+                                float scale1, float scale2, float* entropy, KlState* plain) {
+    constexpr int kRows = 2, kCols = 8;
+    EntropyState merged[kRows] = {empty_state<EntropyState>(), empty_state<EntropyState>()};
+    for (int thread = 0; thread < num_threads; ++thread) {
+        EntropyState state[kRows] = {empty_state<EntropyState>(), empty_state<EntropyState>()};
+        for (int i = 0; i < num_chunks; ++i, x1 += kRows * kCols, x2 += kRows * kCols) {
+            float s1[kRows][kCols], s2[kRows][kCols];
+            std::memcpy(s1, x1, sizeof(s1));
+            std::memcpy(s2, x2, sizeof(s2));
+            update(state, s1, s2, scale1, scale2);
+        }
+        for (int row = 0; row < kRows; ++row) merged[row] = merge(merged[row], state[row]);
+    }
+    for (int row = 0; row < kRows; ++row) {
+        entropy[row] = entropy_of(merged[row]);
+        plain[row] = merged[row];
+    }
+}
+
 // Rows of kl, lse1, its low part, lse2, its low part: as the states lie on the card, and folded as
 // there.
 extern "C" void merge_finished(int num_states, int num, const RowResult* states,

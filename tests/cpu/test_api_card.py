@@ -184,9 +184,13 @@ class Card:
             if strides is not None
         }
         assert tuple(outside) == chosen.given
-        state = reference.attention_kl(
-            **self.inputs(problem, pointers), **outside, return_state=True
-        )
+        inputs = self.inputs(problem, pointers)
+        state: Any = reference.attention_kl(**inputs, **outside, return_state=True)
+        has_entropy = chosen.has_entropy
+        for kernel in chosen.kernels:
+            assert dict(kernel.template).get("kHasEntropy", has_entropy) == has_entropy
+        if has_entropy:
+            state = reference.attention_kl(**inputs, return_entropy=True)
         for name, values in state._asdict().items():
             if name != "given":
                 self.write_rows(problem, pointers[name], values)
@@ -427,8 +431,35 @@ def test_given_log_sum_exps(
     again = skl.attention_kl(**arrays, **on_card(outside), **options, return_state=True, out=out)
     assert again is out
     np.testing.assert_array_equal(out.mass1.host, state.mass1.host)
-    with pytest.raises(ValueError, match=r"^out: expected given="):
+    with pytest.raises(ValueError, match=r"^out: expected a KLState with given="):
         skl.attention_kl(**arrays, **options, return_state=True, out=out)
+
+
+@pytest.mark.parametrize("lengths", [(5, 7), (2, 4000)], ids=["plain", "splits"])
+def test_entropies(card: Card, lengths: tuple[int, int], rng: np.random.Generator) -> None:
+    inputs = random_inputs(rng, lengths=lengths)
+    arrays = on_card(inputs)
+    rows = inputs["q1"].shape[:-1]
+    expected = reference.attention_kl(**inputs, return_entropy=True)
+    state = skl.attention_kl(**arrays, return_entropy=True)
+    names = ("kl", "lse1", "lse2", "entropy", "cross_entropy")
+    for name in names:
+        exact = getattr(expected, name).astype(np.float32)
+        np.testing.assert_array_equal(getattr(state, name).host, exact)
+    chosen = card.launched[-1][0]
+    assert (chosen.num_splits > 1) == (lengths[1] == 4000)
+    if chosen.num_splits > 1:
+        assert chosen.workspace_bytes == 24 * chosen.num_splits * 2 * 4 * 2
+    assert card.library.allocated[:7] == [(rows, "float32", DEVICE)] * 7
+    # The backward does without them.
+    dkl = CardArray(np.ones(rows, np.float32))
+    skl.attention_kl_backward(dkl, **arrays, state=state)
+    assert card.launched[-1][2]["entropy"] == 0
+
+    poison = [CardArray(np.full(rows, np.nan, np.float32)) for _ in names]
+    out = skl.KLState(**dict(zip(names, poison, strict=True)))
+    assert skl.attention_kl(**arrays, return_entropy=True, out=out) is out
+    np.testing.assert_array_equal(out.entropy.host, state.entropy.host)
 
 
 @pytest.mark.parametrize("num_states", [1, 2, 11])

@@ -480,6 +480,62 @@ def test_finished_rows_without_keys(library: ctypes.CDLL) -> None:
             assert (np.isfinite(merged[:, KL]) == (np.arange(NUM_ROWS) != 3)).all()
 
 
+@many(max_examples=60)
+@given(
+    seed=SEEDS,
+    shape=st.sampled_from(SHAPES),
+    num_chunks=st.integers(1, 12),
+    num_threads=st.integers(1, 4),
+    spread=st.floats(0, 200),
+    masked=st.sampled_from((0.0, 0.5, 1.0)),
+)
+def test_entropy(
+    library: ctypes.CDLL,
+    seed: int,
+    shape: str,
+    num_chunks: int,
+    num_threads: int,
+    spread: float,
+    masked: float,
+) -> None:
+    places = num_threads * num_chunks * 8
+    logits = draw_logits(seed, shape, places, spread, 1, masked)
+    scale = np.float32(launch.LOG2_E)
+    arrays = []
+    for x in (logits.x1, logits.x2):
+        x = np.where(logits.visible, x, np.float32(launch.MASKED_LOGIT / scale))[:2]
+        shaped = x.reshape(2, num_threads, num_chunks, 8).transpose(1, 2, 0, 3)
+        arrays.append(np.ascontiguousarray(shaped))
+    entropy, plain = np.empty(2, np.float32), np.empty((2, 5), np.float32)
+    library.entropy_of_rows(
+        num_threads,
+        num_chunks,
+        *map(pointer, arrays),
+        ctypes.c_float(scale),
+        ctypes.c_float(scale),
+        pointer(entropy),
+        pointer(plain),
+    )
+    # The other sums are what they are without it.
+    chunks = [x.reshape(num_threads, num_chunks, 16) for x in arrays]
+    states = empty_states(library, num_threads, 2)
+    assert library.update_states(
+        2, 8, num_threads, num_chunks, *map(pointer, chunks), ctypes.c_float(scale),
+        ctypes.c_float(scale), pointer(states),
+    )  # fmt: skip
+    alone = empty_states(library, 2)
+    for thread in states:
+        alone = merge(library, alone, thread)
+    np.testing.assert_array_equal(plain, alone)
+    exact = []
+    for x, visible in zip(logits.x1[:2], logits.visible[:2], strict=True):
+        seen = x[visible].astype(np.float64)
+        log_p = seen - np.logaddexp.reduce(seen) if len(seen) else seen
+        exact.append(-(np.exp(log_p) * log_p).sum())
+    # A difference of two numbers of the size of the logits above the reference exponent.
+    np.testing.assert_allclose(entropy, exact, rtol=16 * EPSILON, atol=64 * EPSILON)
+
+
 GIVEN = st.sampled_from((("lse1",), ("lse2",), ("lse1", "lse2")))
 
 

@@ -406,14 +406,31 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "out is not for what is given": (
         forward(lse1=zeros(2, 4, 5), return_state=True, out=state()),
         ValueError,
-        "out: expected given=('lse1',) and an array for mass1, got given=() and none; make it with "
-        "what is given to this call.",
+        "out: expected a KLState with given=('lse1',) and arrays for kl, lse1, lse2, mass1, got "
+        "given=() and kl, lse1, lse2; make it with what this call returns.",
     ),
     "out is for what is given": (
         forward(return_state=True, out=state(mass1=zeros(2, 4, 5), given=("lse1",))),
         ValueError,
-        "out: expected given=() and no array for mass1, got given=('lse1',) and one; make it with "
-        "what is given to this call.",
+        "out: expected a KLState with given=() and arrays for kl, lse1, lse2, got "
+        "given=('lse1',) and kl, lse1, lse2, mass1; make it with what this call returns.",
+    ),
+    # Entropies.
+    "no place for the entropies": (
+        forward(return_entropy=True, out=state()),
+        ValueError,
+        "out: expected a KLState with given=() and arrays for cross_entropy, entropy, kl, lse1, "
+        "lse2, got given=() and kl, lse1, lse2; make it with what this call returns.",
+    ),
+    "entropy of what is given": (
+        forward(lse2=zeros(2, 4, 5), return_entropy=True),
+        ValueError,
+        "return_entropy: expected False with given log-sum-exps, got True; leave out lse2.",
+    ),
+    "return_entropy": (
+        forward(return_entropy=1),
+        TypeError,
+        "return_entropy: expected True or False, got 1 (int); pass bool(...) of it.",
     ),
     "no mass": (
         backward(state=state(given=("lse2",))),

@@ -161,9 +161,11 @@ def distinct_problem(dtype: str) -> Problem:
 
 INPUTS = ("q1", "k1", "q2", "k2")
 RESULTS = ("kl", "lse1", "lse2", "lse1_low", "lse2_low")
+ENTROPIES = ("entropy", "cross_entropy")
 GRADIENTS = ("dq1", "dk1", "dq2", "dk2")
 POINTERS = {
-    name: 2**40 + idx * 4096 for idx, name in enumerate((*INPUTS, *RESULTS, "dkl", *GRADIENTS))
+    name: 2**40 + idx * 4096
+    for idx, name in enumerate((*INPUTS, *RESULTS, *ENTROPIES, "dkl", *GRADIENTS))
 }
 WORKSPACE = 2**45
 DKL = Strides(77_000, 7000, 7)
@@ -233,7 +235,16 @@ def test_forward_packs_each_value_in_its_field(driver: Driver) -> None:
         "masked_logit1": pytest.approx(launch.MASKED_LOGIT / (0.11 * launch.LOG2_E), rel=1e-7),
         "masked_logit2": pytest.approx(launch.MASKED_LOGIT / (-0.23 * launch.LOG2_E), rel=1e-7),
         "num_rows": 2 * 12 * 700,
+        "entropy": 0,
+        "cross_entropy": 0,
     }
+    with plan.override(num_splits=5):
+        chosen = plan.forward(problem, CARD, has_entropy=True)
+    assert chosen.workspace_bytes == 24 * 5 * 2 * 12 * 700
+    launch.forward(chosen, problem, 0).launch(POINTERS, WORKSPACE, 0)
+    for step in driver.seen[2:]:
+        packed = values("ForwardParams", step.params)
+        assert {name: packed[name] for name in ENTROPIES} == {n: POINTERS[n] for n in ENTROPIES}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -474,6 +485,10 @@ def test_constants_are_the_same_on_both_sides() -> None:
     assert int(constant("replace_lse.cu", "kReplaceThreads")) == plan.REPLACE_THREADS
     masked = float(constant("kl_state.cuh", "kMaskedLogit").rstrip("f"))
     assert masked == launch.MASKED_LOGIT
-    state = re.search(r"struct KlState \{\s*float ([^;]+);", without_comments("kl_state.cuh"))
+    text = without_comments("kl_state.cuh")
+    state = re.search(r"struct KlState \{\s*float ([^;]+);", text)
+    more = re.search(r"struct EntropyState : KlState \{\s*float ([^;]+);", text)
     assert state is not None
+    assert more is not None
     assert len(state[1].split(",")) == plan.STATE_FIELDS
+    assert len(f"{state[1]},{more[1]}".split(",")) == plan.ENTROPY_STATE_FIELDS
