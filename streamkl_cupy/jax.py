@@ -59,9 +59,11 @@ if jax.__version_info__ < (0, 10):
 
 __all__ = ["attention_kl"]
 
-# What the forward keeps for the backward, in this order in one buffer; the last only where a
-# log-sum-exp is given.
-_SAVED = ("lse1", "lse2", "lse1_low", "lse2_low", "mass1")
+# What the forward keeps beside kl, in this order in one buffer, and what comes behind it where a
+# log-sum-exp is given or where entropies are wanted, which are never both.
+_SAVED = ("lse1", "lse2", "lse1_low", "lse2_low")
+_MASS = ("mass1",)
+_ENTROPIES = ("entropy", "cross_entropy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +75,13 @@ class _Options:
     scale2: float | None
     layout: str
     deterministic: bool
-    given: tuple[str, ...] = ()
+    given: tuple[str, ...]
+    has_entropy: bool
 
     @property
     def saved(self) -> tuple[str, ...]:
-        """What of `_SAVED` there is."""
-        return _SAVED if self.given else _SAVED[:-1]
+        """What the forward keeps beside kl."""
+        return _SAVED + (_MASS if self.given else _ENTROPIES if self.has_entropy else ())
 
 
 def attention_kl(
@@ -97,6 +100,7 @@ def attention_kl(
     lse2: Any = None,
     deterministic: bool = False,
     return_lse: bool = False,
+    return_entropy: bool = False,
 ) -> Any:
     """KL divergence between two attention distributions, in nats, differentiable in all arrays.
 
@@ -123,6 +127,10 @@ def attention_kl(
     return_lse
         Return ``(kl, lse1, lse2)``. The log-sum-exps are not differentiable: what is computed from
         them passes no gradient on. One that was given comes back.
+    return_entropy
+        Return the entropy of P1 and its cross-entropy with P2 as well, at the end of the tuple.
+        They are not differentiable either; the gradient of the cross-entropy with respect to side 2
+        is that of kl. Not together with `lse1` or `lse2`.
 
     Returns
     -------
@@ -162,6 +170,7 @@ def attention_kl(
     causal, scale1, scale2, layout = check_options(causal, scale1, scale2, layout)
     check_flag("deterministic", deterministic)
     check_flag("return_lse", return_lse)
+    check_flag("return_entropy", return_entropy)
     check_reduction(reduction)
     arrays = dict(zip(INPUTS, (q1, k1, q2, k2), strict=True))
     optional = {"row_weights": row_weights, "lse1": lse1, "lse2": lse2}
@@ -185,7 +194,10 @@ def attention_kl(
         if array.dtype.name not in CPU_DTYPES:
             expected = "bfloat16, float16, float32 or float64"
             raise TypeError(message(name, expected, array.dtype.name, "cast it"))
-    options = _Options(causal, scale1, scale2, layout, deterministic, tuple(lse))
+    if lse and return_entropy:
+        expected, remedy = "False with given log-sum-exps", f"leave out {' and '.join(lse)}"
+        raise ValueError(message("return_entropy", expected, "True", remedy))
+    options = _Options(causal, scale1, scale2, layout, deterministic, tuple(lse), return_entropy)
     kl, *of_rows = _compiled(
         q1,
         k1,
@@ -197,7 +209,7 @@ def attention_kl(
         reduction=reduction,
         return_lse=return_lse,
     )
-    return (kl, *of_rows) if return_lse else kl
+    return (kl, *of_rows) if of_rows else kl
 
 
 def _attention_kl(
@@ -216,12 +228,13 @@ def _attention_kl(
     options = replace(options, layout=problem.layout)
     arrays = (*inputs, *(x[..., None] for x in lse))
     inputs = _vary_alike(x.reshape((1,) * (4 - x.ndim) + x.shape) for x in arrays)
-    kl, *saved = _rows(options, return_lse, *inputs)
+    wanted = ("lse1", "lse2") * return_lse + _ENTROPIES * options.has_entropy
+    kl, *saved = _rows(options, bool(wanted), *inputs)
     kl = _reduce(kl.reshape(shape), row_weights, problem, reduction)
-    if not return_lse:
+    if not wanted:
         return (kl,)
-    lse1, lse2, *_ = jax.lax.stop_gradient(saved[0])
-    return kl, lse1.reshape(shape), lse2.reshape(shape)
+    rows = dict(zip(options.saved, jax.lax.stop_gradient(saved[0]), strict=True))
+    return kl, *(rows[name].reshape(shape) for name in wanted)
 
 
 def _reduce(kl: Any, row_weights: Any, problem: Problem, reduction: str) -> Any:
@@ -292,7 +305,7 @@ def _rows_backward(
         found = dict(zip(wrt, gradients, strict=True))
     for name, lse in zip(options.given, inputs[4:], strict=True):
         if name in wanted:
-            mass1 = saved[_SAVED.index("mass1"), ..., None]
+            mass1 = saved[options.saved.index("mass1"), ..., None]
             gradient = dkl * (mass1 if name == "lse2" else -(kl + mass1))
             found[name] = gradient.astype(lse.dtype)
     return tuple(found.get(name) for name in names)
@@ -435,7 +448,8 @@ def _forward_on_cuda(*inputs: Any, options: _Options, is_kept: bool) -> list[Any
     given = strides[0], strides[1]
     force, override = env.force(), plan.current_override()
     prepared = {
-        index: api.prepare_forward(problem, index, force, override, given) for index in _cards()
+        index: api.prepare_forward(problem, index, force, override, given, options.has_entropy)
+        for index in _cards()
     }
     types = _forward_types(*map(jax.typeof, inputs), options=options, is_kept=is_kept)
     addresses = map(api.given_address, options.given)
@@ -526,7 +540,12 @@ def _forward_on_cpu(*inputs: Any, options: _Options, is_kept: bool) -> list[Any]
     def compute(_: Any, results: Sequence[Any], *inputs: Any) -> None:
         q1, k1, q2, k2, *lse = map(np.asarray, inputs)
         given: dict[str, Any] = {n: x[..., 0] for n, x in zip(options.given, lse, strict=True)}
-        state = reference.attention_kl(q1, k1, q2, k2, **choices, **given, return_state=True)
+        arrays = (q1, k1, q2, k2)
+        state: Any = (
+            reference.attention_kl(*arrays, **choices, return_entropy=True)
+            if options.has_entropy
+            else reference.attention_kl(*arrays, **choices, **given, return_state=True)
+        )
         np.asarray(results[0])[...] = state.kl[..., None]
         if is_kept:
             saved = np.asarray(results[1])
@@ -534,8 +553,8 @@ def _forward_on_cpu(*inputs: Any, options: _Options, is_kept: bool) -> list[Any]
             with np.errstate(invalid="ignore"):
                 rest = np.stack([state.lse1, state.lse2]) - saved[:2]
             saved[2:4] = np.where(np.isfinite(rest), rest, 0.0)
-            if isinstance(state, reference.GivenState):
-                saved[4] = state.mass1
+            for position, name in enumerate(options.saved[4:], 4):
+                saved[position] = getattr(state, name)
 
     return list(buffer_callback(compute, list(types))(*inputs))
 

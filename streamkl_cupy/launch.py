@@ -141,8 +141,8 @@ def forward(
     Chain
         Launch it with the addresses of ``q1 k1 q2 k2`` and of the outputs
         ``kl lse1 lse2 lse1_low lse2_low``, of which all but ``kl`` may be 0, and a workspace of
-        ``plan.workspace_bytes`` bytes; where the plan has the entropy also with those of
-        ``entropy`` and ``cross_entropy``; where a log-sum-exp is given also with those of ``given1``,
+        ``plan.workspace_bytes`` bytes. Where the plan has the entropy also with those of
+        ``entropy`` and ``cross_entropy``, where a log-sum-exp is given with those of ``given1``,
         ``given2`` and the output ``mass1``, which may be 0.
     """
     own = [Address(name) for name in STATE]

@@ -568,13 +568,13 @@ def _forward(
         if reason := why_not_sm90(problem, device):
             raise PlanError(f"forward_sm90: {reason}. Unset STREAMKL_FORCE to let the plan choose")
         assert not isinstance(choice.forward_tile, ForwardTile)
-        tile, num_splits = warpgroup_tile(problem, device, choice)
+        tile, num_splits = warpgroup_tile(problem, device, choice, has_entropy)
         heads = heads_per_tile(problem, tile.stationary_rows)
         template = warpgroup_template(problem.dtype, dim1, dim2, tile, heads > 1, has_entropy)
     else:
         heads = heads_per_tile(problem, FEW_QUERIES // max(1, problem.num_queries))
         rows = problem.num_queries * heads
-        narrow = choice.forward_tile or forward_tile(dim1, dim2, rows, device)
+        narrow = choice.forward_tile or forward_tile(dim1, dim2, rows, device, has_entropy)
         assert isinstance(narrow, ForwardTile)
         heads = heads_per_tile(problem, min(heads, narrow.stationary_rows))
         aligned = problem.aligned
@@ -678,13 +678,17 @@ def why_not_sm90(problem: Problem, device: DeviceFacts) -> str:
 
 
 def warpgroup_tile(
-    problem: Problem, device: DeviceFacts, choice: Choice = NO_CHOICE
+    problem: Problem,
+    device: DeviceFacts,
+    choice: Choice = NO_CHOICE,
+    has_entropy: bool = False,
 ) -> tuple[WarpgroupTile, int]:
     """Choose a tile of `warpgroup_tiles` and into how many parts the keys are split: what takes the
     least time by `warpgroup_time`; the first of equals."""
     dims = bucket(problem.head_dim1), bucket(problem.head_dim2)
     is_packed = heads_per_tile(problem, WARPGROUP_ROWS) > 1
-    tiles = [tile for tile in warpgroup_tiles(*dims, is_packed) if _fits(tile, dims, device)]
+    listed = warpgroup_tiles(*dims, is_packed, has_entropy)
+    tiles = [tile for tile in listed if _fits(tile, dims, device)]
     if choice.forward_tile is not None:
         tiles = [cast(WarpgroupTile, choice.forward_tile)]
     if not tiles:
@@ -749,7 +753,9 @@ def warpgroup_time(
     return time + (MERGE_OVERHEAD / width if num_splits > 1 else 0)
 
 
-def warpgroup_tiles(dim1: int, dim2: int, is_packed: bool) -> Iterator[WarpgroupTile]:
+def warpgroup_tiles(
+    dim1: int, dim2: int, is_packed: bool, has_entropy: bool = False
+) -> Iterator[WarpgroupTile]:
     """Tiles for a pair of buckets, those that keep a multiprocessor busiest first.
 
     Three consumers of 64 rows, as many stages as fit; two for grids that three would leave uneven.
@@ -760,7 +766,7 @@ def warpgroup_tiles(dim1: int, dim2: int, is_packed: bool) -> Iterator[Warpgroup
         for consumers in (3, 2):
             stages = 5 if dim1 + dim2 <= 128 else 3 if dim1 + dim2 <= 192 else 2
             yield WarpgroupTile(consumers, 128, stages, False)
-    elif dim1 + dim2 <= 320:
+    elif dim1 + dim2 <= 320 and not has_entropy:  # whose sum spills beside such a tile
         yield WarpgroupTile(2, 128, 2, True)
     elif is_packed:
         yield WarpgroupTile(2, 64, 3, True)
@@ -796,9 +802,11 @@ def warpgroup_template(
 FEW_QUERIES = 64
 
 
-def forward_tile(dim1: int, dim2: int, num_rows: int, device: DeviceFacts) -> ForwardTile:
+def forward_tile(
+    dim1: int, dim2: int, num_rows: int, device: DeviceFacts, has_entropy: bool = False
+) -> ForwardTile:
     """Choose the tile of a pair of buckets; see `forward_tiles`."""
-    tiles = forward_tiles(dim1, dim2, num_rows)
+    tiles = forward_tiles(dim1, dim2, num_rows, has_entropy)
     sizes = [tile.shared_memory(dim1, dim2) for tile in tiles]
     if num_rows <= FEW_QUERIES:
         # Bound by memory: what counts is bytes under way, and the list is in that order.
@@ -808,7 +816,9 @@ def forward_tile(dim1: int, dim2: int, num_rows: int, device: DeviceFacts) -> Fo
     return _best_that_fits("forward_sm80", (dim1, dim2), tiles, sizes, device)
 
 
-def forward_tiles(dim1: int, dim2: int, num_rows: int) -> tuple[ForwardTile, ...]:
+def forward_tiles(
+    dim1: int, dim2: int, num_rows: int, has_entropy: bool = False
+) -> tuple[ForwardTile, ...]:
     """Tiles for a pair of buckets and so many rows, the fastest first.
 
     Few rows take tiles whose warps share the keys, so that a block is bound by memory and not by
@@ -826,7 +836,8 @@ def forward_tiles(dim1: int, dim2: int, num_rows: int) -> tuple[ForwardTile, ...
     if num_rows <= FEW_QUERIES:
         return (ForwardTile(2, 2, 2, 64, 32, 2, False), ForwardTile(1, 4, 1, 32, 32, 2, True))
     if total <= 128:
-        return (ForwardTile(2, 4, 1, 64, 64, 2, True),)
+        # One sum a row more spills beside 64 columns of logits.
+        return (ForwardTile(2, 4, 1, 64, 32 if has_entropy else 64, 2, True),)
     if total <= 256:
         return (ForwardTile(2, 4, 1, 32, 32, 2, False), ForwardTile(2, 4, 1, 32, 16, 2, True))
     return (ForwardTile(1, 4, 1, 32, 32, 2, True), ForwardTile(1, 4, 1, 16, 16, 2, True))
@@ -1698,11 +1709,11 @@ def forward_kernels(
     bytes of shared memory."""
     for num_rows, is_packed in itertools.product(ROW_CLASSES, (False, True)):
         if not (is_packed and num_rows > FEW_QUERIES):  # only few queries are packed
-            tile = forward_tile(dim1, dim2, num_rows, device)
+            tile = forward_tile(dim1, dim2, num_rows, device, has_entropy)
             template = forward_template(dtype, dim1, dim2, tile, aligned, is_packed, has_entropy)
             yield "forward_sm80", template, tile.shared_memory(dim1, dim2)
     for is_packed in (False, True) if device.arch == "sm_90a" and aligned else ():
-        for wide in warpgroup_tiles(dim1, dim2, is_packed):
+        for wide in warpgroup_tiles(dim1, dim2, is_packed, has_entropy):
             if _fits(wide, (dim1, dim2), device):
                 template = warpgroup_template(dtype, dim1, dim2, wide, is_packed, has_entropy)
                 yield "forward_sm90", template, wide.shared_memory(dim1, dim2)

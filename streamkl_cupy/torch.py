@@ -10,9 +10,10 @@
 Three operators stand between torch and `api`: ``streamkl_cupy::attention_kl`` (kl alone),
 ``attention_kl_state`` (with what the backward needs) and ``attention_kl_backward``. Each has a
 kernel, which calls `api`, a fake kernel, which computes shapes, and a rule for vmap; the first two
-have a formula for their gradient, the third has none, so that a second derivative is an error. Two
-more, ``attention_kl_given`` and ``attention_kl_given_backward``, are the same for calls with given
-log-sum-exps, apart so that the others have no argument more.
+have a formula for their gradient, the third has none, so that a second derivative is an error.
+Three more, ``attention_kl_entropy``, ``attention_kl_given`` and ``attention_kl_given_backward``,
+are the same for calls with entropies and with given log-sum-exps, apart so that the others have no
+argument and no result more.
 
 The operators are defined through `torch.library.Library`, of which `torch.library.custom_op` is a
 wrapper, because a call through the wrapper costs the host as much as four allocations. For the same
@@ -25,7 +26,7 @@ compiled function, or compile without ``fullgraph=True``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from streamkl_cupy import api
 from streamkl_cupy.problem import (
@@ -77,6 +78,7 @@ def attention_kl(
     lse2: Tensor | None = None,
     deterministic: bool | None = None,
     return_lse: bool = False,
+    return_entropy: bool = False,
 ) -> Any:
     """KL divergence between two attention distributions, differentiable in all four inputs.
 
@@ -106,6 +108,10 @@ def attention_kl(
     return_lse
         Return ``(kl, lse1, lse2)``. The log-sum-exps are not differentiable. One that was given
         comes back.
+    return_entropy
+        Return the entropy of P1 and its cross-entropy with P2 as well, at the end of the tuple.
+        They are not differentiable; the gradient of the cross-entropy with respect to side 2 is
+        that of kl. Not together with `lse1` or `lse2`.
 
     Returns
     -------
@@ -148,6 +154,7 @@ def attention_kl(
         causal, scale1, scale2, layout = check_options(causal, scale1, scale2, layout)
     check_reduction(reduction)
     check_flag("return_lse", return_lse)
+    check_flag("return_entropy", return_entropy)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     else:
@@ -161,13 +168,23 @@ def attention_kl(
     has_given = lse1 is not None or lse2 is not None
     if has_given:
         _check_given(lse1, lse2, q1)
+        if return_entropy:
+            remedy = "leave out lse1 and lse2"
+            raise ValueError(
+                message("return_entropy", "False with given log-sum-exps", "True", remedy)
+            )
 
     options = (causal, scale1, scale2, layout, deterministic)
     is_differentiated = torch.is_grad_enabled() and (
         q1.requires_grad or k1.requires_grad or q2.requires_grad or k2.requires_grad
     )
+    entropies: list[Tensor] = []
     if has_given:
-        kl, *lse = _divide_by_given(inputs, (lse1, lse2), options, is_traced)
+        arguments = (*inputs, lse1, lse2, *options)
+        kl, *lse = _rarely(_Given, _attention_kl_given, arguments, is_traced)
+    elif return_entropy:
+        kl, *lse = _rarely(_Entropy, _attention_kl_entropy, (*inputs, *options), is_traced)
+        entropies = lse[4:]
     elif is_traced:
         kl, *lse = _trace(inputs, options, is_differentiated or return_lse)
     elif torch._C._are_functorch_transforms_active():
@@ -185,7 +202,9 @@ def attention_kl(
     if reduction != "none" or row_weights is not None:
         num_keys = k1.shape[1 if k1.ndim == 4 and layout == "bnhd" else -2]
         kl = _reduce(kl, num_keys, causal, layout, reduction, row_weights)
-    return (kl, *lse[:2]) if return_lse else kl
+    if return_lse or return_entropy:
+        return (kl, *(lse[:2] if return_lse else ()), *entropies)
+    return kl
 
 
 class AttentionKLLoss(torch.nn.Module):
@@ -340,6 +359,26 @@ class _Transformed(torch.autograd.Function):
     jvp = staticmethod(_refuse_forward_mode)
 
 
+class _Entropy(torch.autograd.Function):
+    """The gradient where entropies are wanted, inside and outside of torch.func."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return _attention_kl_entropy(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _keep_all_but_entropies(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, dkl: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        return _entropy_backward(ctx, dkl)
+
+    jvp = staticmethod(_refuse_forward_mode)
+
+
 class _Given(torch.autograd.Function):
     """The gradient with given log-sum-exps, inside and outside of torch.func."""
 
@@ -382,18 +421,16 @@ class _Gradients(torch.autograd.Function):
         )
 
 
-def _divide_by_given(
-    inputs: Sequence[Tensor],
-    given: tuple[Tensor | None, Tensor | None],
-    options: tuple[Any, ...],
-    is_traced: bool,
+def _rarely(
+    function: Any, operator: Any, arguments: tuple[Any, ...], is_traced: bool
 ) -> tuple[Tensor, ...]:
+    """A call that one function serves, differentiated or not, under a transform or not."""
     if is_traced:
         _refuse_transforms()
-        state: tuple[Tensor, ...] = _attention_kl_given(*inputs, *given, *options)
-        return state
-    result: tuple[Tensor, ...] = _Given.apply(*inputs, *given, *options)
-    return result
+        state: tuple[Tensor, ...] = operator(*arguments)
+    else:
+        state = function.apply(*arguments)
+    return state
 
 
 def _trace(
@@ -434,6 +471,19 @@ def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         state = _attention_kl_state(*inputs)
     ctx.save_for_backward(*inputs[:4], *state)
     ctx.options = inputs[4:]
+
+
+def _keep_all_but_entropies(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Save for the backward of ``attention_kl_entropy``."""
+    ctx.save_for_backward(*inputs[:4], *output[:5])
+    ctx.options = inputs[4:]
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _entropy_backward(ctx: Any, dkl: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    """The formula of the gradient of ``attention_kl_entropy``."""
+    return (None,) * 9 if dkl is None else _backward(ctx, dkl)  # nothing comes back to kl
 
 
 def _keep_given(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -585,9 +635,13 @@ def _run_attention_kl_state(
         layout=layout,
         return_state=True,
     )
+    return _state_tensors(state)
+
+
+def _state_tensors(state: KLState) -> tuple[Any, ...]:
     # In float64 nothing is missing, but an operator always returns tensors, and no two alike.
     lows = [
-        torch.zeros_like(state.kl) if low is None else low
+        torch.zeros_like(cast(Tensor, state.kl)) if low is None else low
         for low in (state.lse1_low, state.lse2_low)
     ]
     return (state.kl, state.lse1, state.lse2, *lows)
@@ -613,6 +667,24 @@ def _run_attention_kl_backward(dkl: Tensor, *arguments: Any) -> list[Tensor]:
     return list(gradients)
 
 
+def _run_attention_kl_entropy(
+    q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, *options: Any
+) -> tuple[Any, ...]:
+    causal, scale1, scale2, layout, _ = options
+    state = api.attention_kl(
+        q1,
+        k1,
+        q2,
+        k2,
+        causal=causal,
+        scale1=scale1,
+        scale2=scale2,
+        layout=layout,
+        return_entropy=True,
+    )
+    return (*_state_tensors(state), state.entropy, state.cross_entropy)
+
+
 def _run_attention_kl_given(*arguments: Any) -> tuple[Any, ...]:
     q1, k1, q2, k2, lse1, lse2, causal, scale1, scale2, layout, _ = arguments
     state = api.attention_kl(
@@ -628,11 +700,7 @@ def _run_attention_kl_given(*arguments: Any) -> tuple[Any, ...]:
         lse2=lse2,
         return_state=True,
     )
-    lows = [
-        torch.zeros_like(state.kl) if low is None else low
-        for low in (state.lse1_low, state.lse2_low)
-    ]
-    return (state.kl, state.lse1, state.lse2, *lows, state.mass1)
+    return (*_state_tensors(state), state.mass1)
 
 
 def _run_attention_kl_given_backward(dkl: Tensor, *arguments: Any) -> list[Tensor]:
@@ -682,6 +750,13 @@ def _fake_attention_kl_state(
 def _fake_attention_kl_backward(dkl: Tensor, *arguments: Any) -> list[Tensor]:
     inputs = dict(zip(INPUTS, arguments[:4], strict=True))
     return [inputs[name].new_empty(inputs[name].shape) for name in arguments[9]]
+
+
+def _fake_attention_kl_entropy(
+    q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, *options: Any
+) -> tuple[Tensor, ...]:
+    _check_fake((q1, k1, q2, k2), options)
+    return tuple(_fake_rows(q1) for _ in range(7))
 
 
 def _fake_attention_kl_given(
@@ -744,11 +819,19 @@ def _vmap_attention_kl(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, A
 
 
 def _vmap_attention_kl_state(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
+    return _vmap_rows(_attention_kl_state, info, in_dims, *arguments)
+
+
+def _vmap_attention_kl_entropy(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
+    return _vmap_rows(_attention_kl_entropy, info, in_dims, *arguments)
+
+
+def _vmap_rows(operator: Any, info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
     *inputs, causal, scale1, scale2, layout, deterministic = arguments
     rank, batch = _rank_and_batch(inputs[0], in_dims[0])
     folded = _fold_inputs(inputs, in_dims, info.batch_size)
     layout = _folded_layout(layout, rank)
-    state = _attention_kl_state(*folded, causal, scale1, scale2, layout, deterministic)
+    state = operator(*folded, causal, scale1, scale2, layout, deterministic)
     return tuple(_unfold(part, info.batch_size, batch) for part in state), (0,) * len(state)
 
 
@@ -905,6 +988,15 @@ _attention_kl_backward = _define(
     _run_attention_kl_backward,
     _fake_attention_kl_backward,
     _vmap_attention_kl_backward,
+)
+_attention_kl_entropy = _define(
+    "attention_kl_entropy",
+    f"({_INPUTS}, {_OPTIONS}) -> ({_STATE}, Tensor entropy, Tensor cross_entropy)",
+    _run_attention_kl_entropy,
+    _fake_attention_kl_entropy,
+    _vmap_attention_kl_entropy,
+    _keep_all_but_entropies,
+    _entropy_backward,
 )
 _attention_kl_given = _define(
     "attention_kl_given",

@@ -178,6 +178,33 @@ def test_gradients_against_finite_differences(
         assert float((gradient * direction).sum()) == pytest.approx(measured, rel=1e-6, abs=1e-9)
 
 
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+def test_entropies(layout: str, return_lse: bool, x64: None, rng: np.random.Generator) -> None:
+    inputs = problem_in(rng, "float64", batch=2, heads=2)
+    if layout == "bnhd":
+        inputs = [x.swapaxes(1, 2) for x in inputs]
+    options = {"causal": True, "layout": layout}
+    exact = reference.attention_kl(*map(np.asarray, inputs), **options, return_entropy=True)
+    names = ("lse1", "lse2") * return_lse + ("entropy", "cross_entropy")
+
+    def loss(*x: Any) -> Any:
+        kl, *rows = attention_kl(*x, **options, return_lse=return_lse, return_entropy=True)
+        # Nothing comes back through the others.
+        return kl.sum() + sum(row.sum() for row in rows), rows
+
+    gradients, rows = jax.jit(jax.grad(loss, (0, 1, 2, 3), has_aux=True))(*inputs)
+    for name, row in zip(names, rows, strict=True):
+        np.testing.assert_array_equal(row, getattr(exact, name))
+    plain = jax.grad(lambda *x: attention_kl(*x, **options).sum(), (0, 1, 2, 3))(*inputs)
+    for one, other in zip(gradients, plain, strict=True):
+        np.testing.assert_array_equal(one, other)
+    with pytest.raises(
+        ValueError, match=r"^return_entropy: expected False with given log-sum-exps"
+    ):
+        attention_kl(*inputs, lse2=rows[0], return_entropy=True)
+
+
 GIVEN = (("lse1",), ("lse2",), ("lse1", "lse2"))
 
 
@@ -804,20 +831,25 @@ class Card:
         self.launched: list[Any] = []
 
     def forward(
-        self, problem: Problem, index: int, force: str | None, override: object, given: Any
+        self,
+        problem: Problem,
+        index: int,
+        force: str | None,
+        override: object,
+        given: Any,
+        has_entropy: bool,
     ) -> Prepared:
         check_gpu(problem)
         assert set(given) <= {None, problem.row}
         names = tuple(f"lse{side}" for side, of in enumerate(given, 1) if of is not None)
-        chosen = plan.forward(problem, FACTS, given=names)
+        chosen = plan.forward(problem, FACTS, given=names, has_entropy=has_entropy)
 
         def launch(pointers: dict[str, int]) -> None:
             outer = {name: self.rows(problem, pointers[f"given{name[3]}"]) for name in names}
             inputs = self.inputs(problem, pointers)
-            state = reference.attention_kl(**inputs, **outer, return_state=True)
-            rows = {"kl": state.kl, "lse1": state.lse1, "lse2": state.lse2}
-            if isinstance(state, reference.GivenState):
-                rows["mass1"] = state.mass1
+            wanted = "return_entropy" if has_entropy else "return_state"
+            state: Any = reference.attention_kl(**inputs, **outer, **{wanted: True})
+            rows = {n: x for n, x in state._asdict().items() if n != "given"}
             rows |= {"lse1_low": np.full_like(state.kl, 0.25)}
             rows |= {"lse2_low": np.full_like(state.kl, -0.25)}
             for name, values in rows.items():
@@ -1042,3 +1074,16 @@ def test_given_on_a_card(
     assert all("_given_" in chosen.name for chosen in card.launched)
     with pytest.raises(TypeError, match="expected float32, got bfloat16; cast it to float32"):
         weighted(*inputs, *(x.astype("bfloat16") for x in lse))
+
+
+def test_entropies_on_a_card(card: Card, rng: np.random.Generator) -> None:
+    host = draw(rng, batch=2, heads=4, num_queries=80, num_keys=90)
+    inputs = [jnp.asarray(host[name], "bfloat16") for name in INPUTS]
+    arrays = {name: np.asarray(x) for name, x in zip(INPUTS, inputs, strict=True)}
+    exact = reference.attention_kl(**arrays, return_entropy=True)
+    results = attention_kl(*inputs, return_lse=True, return_entropy=True)
+    for ours, theirs in zip(results, exact, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+    (gradient,) = jax.grad(lambda *x: attention_kl(*x, return_entropy=True)[0].sum(), (3,))(*inputs)
+    assert gradient.dtype == jnp.bfloat16
+    assert [chosen.has_entropy for chosen in card.launched[:2]] == [True, True]

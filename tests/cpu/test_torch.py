@@ -438,6 +438,68 @@ def test_batched_upstream_gradients_point_to_torch_func(generator: Any) -> None:
         torch.autograd.grad(kl, k2, torch.eye(5, dtype=kl.dtype), is_grads_batched=True)
 
 
+# Entropies.
+
+
+@pytest.mark.parametrize(("rank", "layout"), [(2, "bhnd"), (4, "bnhd")])
+def test_entropies(rank: int, layout: str, generator: Any) -> None:
+    inputs = draw(generator, rank, layout, **LENGTHS)
+    options = {"causal": True, "layout": layout}
+    arrays = {n: x.numpy() for n, x in zip(INPUTS, inputs, strict=True)}
+    exact = reference.attention_kl(**arrays, **options, return_entropy=True)
+    results = attention_kl(*inputs, **options, return_lse=True, return_entropy=True)
+    for ours, expected in zip(results, exact, strict=True):
+        assert np.array_equal(ours.numpy(), expected)
+    leaves, others = differentiable(inputs), differentiable(inputs)
+    with Record() as record:
+        kl, entropy, cross = attention_kl(*leaves, **options, reduction="mean", return_entropy=True)
+        kl.backward()
+    assert record.names == ["attention_kl_entropy", "attention_kl_backward"]
+    assert entropy.shape == cross.shape == inputs[0].shape[:-1]
+    assert not entropy.requires_grad
+    assert not cross.requires_grad
+    attention_kl(*others, **options, reduction="mean").backward()
+    for one, other in zip(leaves, others, strict=True):
+        assert torch.equal(one.grad, other.grad)
+    assert torch.autograd.gradcheck(
+        lambda *x: attention_kl(*x, **options, return_entropy=True)[0], differentiable(inputs)
+    )
+
+
+def test_entropies_transformed_and_compiled(generator: Any) -> None:
+    inputs = draw(generator, 3, extra=(3,))
+
+    def function(*x: Any) -> Any:
+        return attention_kl(*x, causal=True, return_entropy=True)
+
+    for ours, *each in zip(
+        torch.vmap(function)(*inputs),
+        *(function(*x) for x in zip(*inputs, strict=True)),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, torch.stack(each))
+    inputs = draw(generator)
+    options = (True, None, 0.3, "bhnd", False)
+    arguments = (*differentiable(inputs), *options)
+    outcome = torch.library.opcheck(OPERATORS.attention_kl_entropy.default, arguments)
+    assert set(outcome.values()) == {"SUCCESS"}, outcome
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    leaves, others = differentiable(inputs), differentiable(inputs)
+    for one, other in zip(compiled(*leaves), function(*others), strict=True):
+        torch.testing.assert_close(one, other)
+    compiled(*leaves)[0].sum().backward()
+    function(*others)[0].sum().backward()
+    for one, other in zip(leaves, others, strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_entropies_of_what_is_given_are_refused(generator: Any) -> None:
+    inputs = draw(generator)
+    lse1 = torch.zeros(inputs[0].shape[:-1])
+    with pytest.raises(ValueError, match=r"return_entropy: expected False with given log-sum-exps"):
+        attention_kl(*inputs, lse1=lse1, return_entropy=True)
+
+
 # Given log-sum-exps.
 
 GIVEN = (("lse1",), ("lse2",), ("lse1", "lse2"))
