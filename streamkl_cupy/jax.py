@@ -540,12 +540,11 @@ def _forward_on_cpu(*inputs: Any, options: _Options, is_kept: bool) -> list[Any]
     def compute(_: Any, results: Sequence[Any], *inputs: Any) -> None:
         q1, k1, q2, k2, *lse = map(np.asarray, inputs)
         given: dict[str, Any] = {n: x[..., 0] for n, x in zip(options.given, lse, strict=True)}
-        arrays = (q1, k1, q2, k2)
-        state: Any = (
-            reference.attention_kl(*arrays, **choices, return_entropy=True)
-            if options.has_entropy
-            else reference.attention_kl(*arrays, **choices, **given, return_state=True)
-        )
+        state: Any
+        if options.has_entropy:
+            state = reference.attention_kl(q1, k1, q2, k2, **choices, return_entropy=True)
+        else:
+            state = reference.attention_kl(q1, k1, q2, k2, **choices, **given, return_state=True)
         np.asarray(results[0])[...] = state.kl[..., None]
         if is_kept:
             saved = np.asarray(results[1])

@@ -517,7 +517,8 @@ def forward(
         ``force`` names no kernel, or no tile fits the card.
     """
     forced, choice = _forced(force, FORWARD_KERNELS), _override.get()
-    if forced is None and choice.forward_kernel is None and choice.forward_tile is None:
+    is_free = forced is None and choice.forward_kernel is None and choice.forward_tile is None
+    if is_free and not has_entropy:  # the entropy's sum may not fit beside a tuned tile
         choice = _with_tuned_forward(choice, problem, device)
     chosen = _forward(problem, device, forced, choice, has_entropy)
     return _with_given(chosen, problem, given) if given else chosen
