@@ -538,6 +538,7 @@ def warmup(
     wrt: Sequence[str] = ("q2", "k2"),
     backward: bool = True,
     unaligned: bool = False,
+    entropy: bool = False,
     device: int | None = None,
     arch: str | None = None,
     progress: Callable[[int, int, str], None] | None = None,
@@ -559,6 +560,8 @@ def warmup(
         Whether to prepare the backward too.
     unaligned
         Prepare also for inputs whose addresses or strides are not multiples of 16 bytes.
+    entropy
+        Prepare also for ``return_entropy=True``.
     device
         Index of the card; by default the current one.
     arch
@@ -587,6 +590,7 @@ def warmup(
     wrt = check_wrt(wrt)
     check_flag("backward", backward)
     check_flag("unaligned", unaligned)
+    check_flag("entropy", entropy)
     check_head_dim("head_dim1", head_dim1)
     check_head_dim("head_dim2", head_dim2)
     if dtype not in GPU_DTYPES:
@@ -612,7 +616,8 @@ def warmup(
     force = env.force()
     plans: list[plan.ForwardPlan | plan.BackwardPlan] = []
     for problem in _warmup_problems(head_dim1, head_dim2, dtype, unaligned):
-        plans.append(plan.forward(problem, facts, force=force))
+        for has_entropy in (False, True)[: 1 + entropy]:
+            plans.append(plan.forward(problem, facts, force=force, has_entropy=has_entropy))
         for strategy in STRATEGIES if backward else ():
             plans.append(plan.backward(problem, facts, wrt, strategy=strategy, force=force))
     dims = plan.bucket(head_dim1), plan.bucket(head_dim2)
@@ -632,8 +637,12 @@ def warmup(
         name = (item.kernel, item.template)
         kernels[name] = max(kernels.get(name, 0), item.shared_memory)
 
-    for aligned in (True, False) if unaligned else (True,):
-        for kernel, template, shared_memory in plan.forward_kernels(dtype, *dims, aligned, facts):
+    for aligned, has_entropy in itertools.product(
+        (True, False)[: 1 + unaligned], (False, True)[: 1 + entropy]
+    ):
+        for kernel, template, shared_memory in plan.forward_kernels(
+            dtype, *dims, aligned, facts, has_entropy
+        ):
             kernels.setdefault((kernel, template), shared_memory)
 
     for one_of_rows in plan.OF_FINISHED_ROWS:

@@ -712,7 +712,7 @@ class TestWarmup:
 
     @pytest.mark.parametrize("wrt", [("q2", "k2"), ("q2",), ("k1",), ("k2", "q1"), INPUTS], ids=str)
     def test_every_plan_with_these_head_dims_finds_its_kernels(self, wrt: tuple[str, ...]) -> None:
-        skl.warmup(64, 128, wrt=wrt, unaligned=True, arch="sm_80")
+        skl.warmup(64, 128, wrt=wrt, unaligned=True, entropy=True, arch="sm_80")
         built = {(kernel, template) for kernel, template, _ in self.built}
         assert len(built) == len(self.built)
         facts = plan.device_facts("sm_80")
@@ -721,6 +721,9 @@ class TestWarmup:
                 for pointer in (256, 258):
                     problem = self.problem(num_queries, num_keys, pointer)
                     plans: list[Any] = [plan.forward(problem, facts)]
+                    plans.append(plan.forward(problem, facts, given=("lse1",)))
+                    plans.append(plan.forward(problem, facts, has_entropy=True))
+                    plans.append(plan.merge(problem.num_rows, 20, facts))
                     for strategy in ("auto", "fused", "separate"):
                         plans.append(plan.backward(problem, facts, wrt, strategy=strategy))
                     plans.append(plan.backward(problem, facts, wrt, deterministic=True))
@@ -741,6 +744,7 @@ class TestWarmup:
         assert self.loaded == []
         kernels = {"forward_sm80", "reduce_splits", "merge_states", "replace_lse"}
         assert {kernel for kernel, _, _ in self.built} == kernels
+        assert not any(dict(template).get("kHasEntropy") for _, template, _ in self.built)
         assert {arch for _, _, arch in self.built} == {"sm_80"}
         assert all("guarded" not in name for name in names)
         assert len(set(names)) == len(names) >= len(plan.ROW_CLASSES)
