@@ -53,6 +53,7 @@ from streamkl_cupy.state import KLState, SupportsDLPack
 ArrayT = TypeVar("ArrayT", bound=SupportsDLPack)
 
 _STATE = launch.STATE
+_LOWS = _STATE[3:]
 NULL_POINTERS = dict.fromkeys(
     (*INPUTS, *_STATE, *launch.GIVEN, *launch.ENTROPIES, "dkl", *launch.GRADIENTS), 0
 )
@@ -479,10 +480,7 @@ def merge_states(*states: KLState, out: KLState | None = None) -> KLState:
             got = f"one with given {' and '.join(state.given)}"
             remedy = "add up kl and mass1 of parts that share what is given"
             raise ValueError(message(f"states[{position}]", expected, got, remedy))
-        for name in _STATE:
-            value = getattr(state, name)
-            if value is None:
-                continue
+        for name, value in _parts(state, _LOWS).items():
             names.append(f"{position}.{name}")
             values.append(value)
     parts = interop.take_all(_state_arguments(tuple(names)), tuple(values))
@@ -905,8 +903,7 @@ def given_address(name: str) -> str:
 
 def _take_rows(dkl: Any, state: Any, inputs: Group) -> tuple[tuple[str, ...], Group]:
     """Upstream gradient and the parts of the state that there are, and what these are called."""
-    parts = _parts(_check_state("state", state))
-    parts = {name: value for name, value in parts.items() if name not in launch.ENTROPIES}
+    parts = _parts(_check_state("state", state), (*_LOWS, "mass1"))
     if state.given and "mass1" not in parts:
         expected = f"an array, because state.given is {state.given}"
         raise TypeError(message("state.mass1", expected, "None", "pass the state of attention_kl"))
@@ -927,14 +924,10 @@ def _check_state(name: str, state: Any) -> KLState:
     return state
 
 
-def _parts(state: KLState) -> dict[str, Any]:
+def _parts(state: KLState, optional: tuple[str, ...]) -> dict[str, Any]:
+    """The arrays of a state, those in `optional` as far as there are any."""
     parts = {"kl": state.kl, "lse1": state.lse1, "lse2": state.lse2}
-    # The low parts alone may be missing.
-    if state.lse1_low is not None:
-        parts["lse1_low"] = state.lse1_low
-    if state.lse2_low is not None:
-        parts["lse2_low"] = state.lse2_low
-    for name in ("mass1", *launch.ENTROPIES):
+    for name in optional:
         if (value := getattr(state, name)) is not None:
             parts[name] = value
     return parts
@@ -967,8 +960,8 @@ def _take_state_outputs(
         expected = "a KLState with return_state=True" if returns_state else "an array for kl"
         remedy = "allocate one" if returns_state else "pass out.kl, or return_state=True as well"
         raise TypeError(message("out", expected, type(out).__name__, remedy))
-    parts = _parts(out)
-    wanted = set(names) - {"lse1_low", "lse2_low"}
+    parts = _parts(out, (*_LOWS, "mass1", *launch.ENTROPIES))
+    wanted = set(names) - set(_LOWS)
     if out.given != given or not wanted <= parts.keys() <= set(names):
         expected = f"a KLState with given={given} and arrays for {', '.join(sorted(wanted))}"
         got = f"given={out.given} and {', '.join(sorted(parts))}"

@@ -216,6 +216,77 @@ def test_few_keys_are_not_split(num_keys: int) -> None:
     assert plan.forward(problem, H200).num_splits == 1
 
 
+@given(
+    problem=problems(), card=CARD, given=st.sampled_from([("lse1",), ("lse2",), ("lse1", "lse2")])
+)
+@settings(deadline=None)
+def test_given_log_sum_exps_add_a_kernel_and_memory(
+    problem: Problem, card: DeviceFacts, given: tuple[str, ...]
+) -> None:
+    plain, chosen = plan.forward(problem, card), plan.forward(problem, card, given=given)
+    assert_launchable(chosen.kernels, card)
+    assert chosen.given == given
+    assert chosen.name == "_".join((plain.name, "given", *given))
+    rows = problem.num_rows
+    assert chosen.kernels[: len(plain.kernels)] == plain.kernels
+    assert len(chosen.kernels) == len(plain.kernels) + (rows > 0)
+    if rows:
+        replacing = chosen.kernels[-1]
+        assert replacing.kernel == "replace_lse"
+        assert replacing.grid * replacing.block >= rows > (replacing.grid - 1) * replacing.block
+    assert plain.workspace_bytes <= chosen.own_offset < plain.workspace_bytes + 256
+    assert chosen.workspace_bytes == chosen.own_offset + 16 * rows
+    if rows:
+        behind = plan.backward(problem, card, ("q2", "k1"), given=given)
+        before = plan.backward(problem, card, ("q2", "k1"))
+        assert behind.kernels == before.kernels
+        assert before.workspace_bytes <= behind.weighted_dkl_offset < before.workspace_bytes + 256
+        assert behind.workspace_bytes == behind.weighted_dkl_offset + 4 * rows
+
+
+@given(problem=problems(), card=CARD)
+@settings(deadline=None)
+def test_entropy_takes_kernels_of_its_own(problem: Problem, card: DeviceFacts) -> None:
+    chosen = plan.forward(problem, card, has_entropy=True)
+    assert_launchable(chosen.kernels, card)
+    assert all(arguments(kernel)["kHasEntropy"] for kernel in chosen.kernels)
+    assert not any(arguments(k)["kHasEntropy"] for k in plan.forward(problem, card).kernels)
+    if chosen.num_splits > 1:
+        assert chosen.workspace_bytes == 6 * 4 * chosen.num_splits * problem.num_rows
+
+
+@pytest.mark.parametrize("dim1", plan.BUCKETS)
+@pytest.mark.parametrize("dim2", plan.BUCKETS)
+def test_every_pair_of_head_dims_has_a_tile_beside_the_entropy(dim1: int, dim2: int) -> None:
+    problem = hopper_problem(head_dim1=dim1, head_dim2=dim2)
+    chosen = plan.forward(problem, HOPPER, has_entropy=True, force="forward_sm90")
+    assert_launchable(chosen.kernels, HOPPER)
+
+
+def test_a_tuned_tile_does_not_serve_the_entropy() -> None:
+    problem = hopper_problem()
+    choice = plan.Choice(forward_kernel="forward_sm80", num_splits=3)
+    entry = plan.TunedChoice(plan.problem_class(problem), plan.shape_of(problem), choice)
+    tuned = dataclasses.replace(HOPPER, tuned=(entry,))
+    assert plan.forward(problem, tuned).num_splits == 3
+    plain = plan.forward(problem, HOPPER, has_entropy=True)
+    assert plan.forward(problem, tuned, has_entropy=True) == plain
+
+
+@pytest.mark.parametrize("num_states", [1, 2, 8, 9, 15, 16, 100])
+def test_every_state_is_merged_once(num_states: int) -> None:
+    chosen = plan.merge(1000, num_states, HOPPER)
+    assert_launchable(chosen.kernels, HOPPER)
+    assert len(chosen.kernels) == len(chosen.takes)
+    states = [state for first, stop in chosen.takes for state in range(first, stop)]
+    assert states == list(range(num_states))
+    # Beside the result of the launch before.
+    for launch, (first, stop) in enumerate(chosen.takes):
+        assert stop - first + (launch > 0) <= plan.MERGED_AT_ONCE
+    assert all(kernel.grid * kernel.block >= 1000 for kernel in chosen.kernels)
+    assert plan.merge(0, num_states, HOPPER).kernels == ()
+
+
 # ---------------------------------------------------------------------------------------- backward
 
 
