@@ -54,6 +54,7 @@ ArrayT = TypeVar("ArrayT", bound=SupportsDLPack)
 
 _STATE = launch.STATE
 _LOWS = _STATE[3:]
+_GIVEN = ((), ("lse1",), ("lse2",), ("lse1", "lse2"))
 NULL_POINTERS = dict.fromkeys(
     (*INPUTS, *_STATE, *launch.GIVEN, *launch.ENTROPIES, "dkl", *launch.GRADIENTS), 0
 )
@@ -904,6 +905,9 @@ def given_address(name: str) -> str:
 def _take_rows(dkl: Any, state: Any, inputs: Group) -> tuple[tuple[str, ...], Group]:
     """Upstream gradient and the parts of the state that there are, and what these are called."""
     parts = _parts(_check_state("state", state), (*_LOWS, "mass1"))
+    if state.given not in _GIVEN:
+        expected, got = 'a tuple of "lse1", "lse2", both or none', repr(state.given)
+        raise ValueError(message("state.given", expected, got, "pass the state of attention_kl"))
     if state.given and "mass1" not in parts:
         expected = f"an array, because state.given is {state.given}"
         raise TypeError(message("state.mass1", expected, "None", "pass the state of attention_kl"))

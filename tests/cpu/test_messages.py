@@ -432,6 +432,12 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "return_entropy: expected True or False, got 1 (int); pass bool(...) of it.",
     ),
+    "given name": (
+        backward(state=state(given=("kl",), mass1=zeros(2, 4, 5))),
+        ValueError,
+        'state.given: expected a tuple of "lse1", "lse2", both or none, got (\'kl\',); pass the '
+        "state of attention_kl.",
+    ),
     "no mass": (
         backward(state=state(given=("lse2",))),
         TypeError,
