@@ -5,6 +5,9 @@
 //
 // The statistics are those of gradient.cuh, with dkl in them (kIsWeighted) or without.
 //
+// With given log-sum-exps every logit gradient is mass1 times one of the row's own P1, so the row's
+// own statistics serve as they do without, and dkl mass1 takes the place of dkl.
+//
 // Grid: one thread per row. max_dkl must be zero before the launch.
 #include "gradient.cuh"
 #include "kl_state.cuh"
@@ -19,6 +22,10 @@ SKL_DEVICE RowStatistics row_statistics(const PrepareParams& params, int64 at) {
     if (lse1 == minus_infinity && lse2 == minus_infinity) return no_row();
     const Log2Sum sum1 = to_log2(lse1, params.lse1_low == nullptr ? 0.f : params.lse1_low[at]);
     const Log2Sum sum2 = to_log2(lse2, params.lse2_low == nullptr ? 0.f : params.lse2_low[at]);
+    if (params.mass1 != nullptr) {
+        return given_statistics<kSide>(sum1, sum2, params.kl[at], params.mass1[at],
+                                       params.is_given1, params.is_given2);
+    }
     const float last =
         kSide == 2 ? sum2.fraction : params.kl[at] * kLog2E - sum2.fraction + sum1.fraction;
     return {sum1.exponent, sum1.fraction, sum2.exponent, last};
@@ -37,15 +44,18 @@ __global__ void __launch_bounds__(kPrepareThreads) backward_prepare(const Prepar
             return batch_idx * rows.batch_stride + head_idx * rows.head_stride +
                    query_idx * rows.row_stride;
         };
-        const RowStatistics statistics = row_statistics<kSide>(params, offset(params.rows));
+        const int64 at = offset(params.rows);
+        const RowStatistics statistics = row_statistics<kSide>(params, at);
+        float dkl = params.dkl[offset(params.dkl_rows)];
+        if (params.mass1 != nullptr) params.weighted_dkl[at] = dkl *= params.mass1[at];
         if constexpr (kIsWeighted) {
             reinterpret_cast<WeightedStatistics*>(params.row_statistics)[row] =
-                weighted<kSide>(statistics, params.dkl[offset(params.dkl_rows)]);
+                weighted<kSide>(statistics, dkl);
         } else {
             reinterpret_cast<RowStatistics*>(params.row_statistics)[row] = statistics;
         }
         if (params.max_dkl != nullptr) {
-            magnitude = __float_as_uint(params.dkl[offset(params.dkl_rows)]) & 0x7fffffffu;
+            magnitude = __float_as_uint(dkl) & 0x7fffffffu;
             if (magnitude >= 0x7f800000u)
                 magnitude = 0;  // Inf and NaN reach the gradients, not the factor
         }

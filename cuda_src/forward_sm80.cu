@@ -29,7 +29,7 @@
 
 template <class Element_, int kHeadDim1_, int kHeadDim2_, int kRowTiles_, int kNumWarpsQ_,
           int kNumWarpsK_, int kBlockK_, int kChunkK_, int kNumStages_, bool kQueriesInRegisters_,
-          bool kIsAligned_>
+          bool kIsAligned_, bool kHasEntropy_>
 struct ForwardTraits {
     using Element = Element_;
     static constexpr int kHeadDim1 = kHeadDim1_, kHeadDim2 = kHeadDim2_;
@@ -37,6 +37,7 @@ struct ForwardTraits {
     static constexpr int kBlockK = kBlockK_, kChunkK = kChunkK_, kNumStages = kNumStages_;
     static constexpr bool kIsAligned = kIsAligned_;
     static constexpr bool kQueriesInRegisters = kQueriesInRegisters_;
+    using State = StateOf<kHasEntropy_>;
 
     static constexpr int kNumThreads = 32 * kNumWarpsQ * kNumWarpsK;
     static constexpr int kRowsPerWarp = 16 * kRowTiles;
@@ -54,7 +55,7 @@ struct ForwardTraits {
     static constexpr int kRingOffset = kQueriesInRegisters ? 0 : kQueryBytes;
     static constexpr int kTileBytes = max_of(kQueryBytes, kRingOffset + kNumStages * kStageBytes);
     static constexpr int kStateBytes =
-        kNumWarpsK > 1 ? kNumWarpsK * kBlockQ * static_cast<int>(sizeof(KlState)) : 0;
+        kNumWarpsK > 1 ? kNumWarpsK * kBlockQ * static_cast<int>(sizeof(State)) : 0;
     static constexpr int kSmemBytes =
         max_of(kTileBytes, kStateBytes);  // states are exchanged after the last tile
 
@@ -66,11 +67,13 @@ struct ForwardTraits {
 
 template <class Element, int kHeadDim1, int kHeadDim2, int kRowTiles, int kNumWarpsQ,
           int kNumWarpsK, int kBlockK, int kChunkK, int kNumStages, bool kQueriesInRegisters,
-          bool kIsAligned, bool kIsPacked, bool kIsWindow>
+          bool kIsAligned, bool kIsPacked, bool kIsWindow, bool kHasEntropy>
 __global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ* kNumWarpsK <= 4 ? 2 : 1)
     forward_sm80(const ForwardParams params) {
-    using Traits = ForwardTraits<Element, kHeadDim1, kHeadDim2, kRowTiles, kNumWarpsQ, kNumWarpsK,
-                                 kBlockK, kChunkK, kNumStages, kQueriesInRegisters, kIsAligned>;
+    using Traits =
+        ForwardTraits<Element, kHeadDim1, kHeadDim2, kRowTiles, kNumWarpsQ, kNumWarpsK, kBlockK,
+                      kChunkK, kNumStages, kQueriesInRegisters, kIsAligned, kHasEntropy>;
+    using State = typename Traits::State;
     constexpr int kNumThreads = Traits::kNumThreads, kLines = Traits::kLines;
     extern __shared__ __align__(128) unsigned char smem[];
     const uint32 sQ1 = shared_address(smem), sQ2 = sQ1 + Traits::kQ1Bytes;
@@ -129,9 +132,9 @@ __global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ* kNum
     SKL_UNROLL
     for (int i = 0; i < kNumStages - 1; ++i) load_stage(tiles.begin + i, i);
 
-    KlState state[kLines];
+    State state[kLines];
     SKL_UNROLL
-    for (int line = 0; line < kLines; ++line) state[line] = empty_state();
+    for (int line = 0; line < kLines; ++line) state[line] = empty_state<State>();
     const int first_query = rows.query(0), last_query = rows.query(Traits::kRowsPerWarp - 1);
     const Interval any = range.any_of(first_query, last_query);
     const Interval all = range.all_of(first_query, last_query);
@@ -174,7 +177,7 @@ __global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ* kNum
     for (int line = 0; line < kLines; ++line) state[line] = merge_lanes<2>(state[line]);
     if constexpr (kNumWarpsK > 1) {
         __syncthreads();
-        KlState* sStates = reinterpret_cast<KlState*>(smem) + first_row;
+        State* sStates = reinterpret_cast<State*>(smem) + first_row;
         SKL_UNROLL
         for (int line = 0; line < kLines; ++line) {
             if (lane_id() % 4 == 0)

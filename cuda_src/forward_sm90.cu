@@ -63,7 +63,8 @@ struct ForwardTraits {
 };
 
 template <class Element, int kHeadDim1, int kHeadDim2, int kNumConsumers, int kBlockK,
-          int kNumStages, bool kQueriesInRegisters, bool kIsPacked, bool kIsWindow>
+          int kNumStages, bool kQueriesInRegisters, bool kIsPacked, bool kIsWindow,
+          bool kHasEntropy>
 __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     forward_sm90(const __grid_constant__ InputMaps maps,
                  const __grid_constant__ ForwardParams params) {
@@ -183,7 +184,8 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     const int lane = lane_id();
     const TileRows<kIsPacked> rows_of_group(params, block, 64 * (warpgroup - 1));
     const TileRows<kIsPacked> rows = rows_of_group.after(16 * (warp_id() % 4));
-    KlState state[2] = {empty_state(), empty_state()};
+    using State = StateOf<kHasEntropy>;
+    State state[2] = {empty_state<State>(), empty_state<State>()};
     const int first_query = rows_of_group.query(0), last_query = rows_of_group.query(63);
     const Interval any = range.any_of(first_query, last_query);
     const Interval all = range.all_of(first_query, last_query);
@@ -250,7 +252,7 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     // 5. and 6. The rows.
     SKL_UNROLL
     for (int line = 0; line < 2; ++line) {
-        const KlState merged = merge_lanes<2>(state[line]);
+        const State merged = merge_lanes<2>(state[line]);
         const int row = row_of_line(line);
         if (lane % 4 == 0 && rows.exists(row, range.num_queries)) {
             write_state(params, range, block, rows.head(row), rows.query(row), merged);

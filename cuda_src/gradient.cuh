@@ -1,75 +1,10 @@
-// The gradient with respect to one logit, and its way into the matrix units.
-//
-//   side 2 trained, side 1 fixed:   ds2 = P2 - P1
-//   side 1 trained, side 2 fixed:   ds1 = P1 ((s1 - s2) - delta),     delta = kl - lse2 + lse1
-//
-// Everything is in base 2. A row's log-sum-exp is an integer exponent m and a fraction f,
-// subtracted one after the other: the first subtraction is one fused multiply-add of numbers that
-// nearly cancel, so no accuracy is lost however large the logits are. For side 1 P2 never appears:
-// with y_t = s_t - m_t the bracket is (y1 - y2) - shift, shift = kl - f2 + f1.
+// The gradients with respect to the logits of a tile (row_statistics.cuh), and their way into the
+// matrix units.
 #pragma once
 #include "base.cuh"
 #include "fragment.cuh"
 #include "key_range.cuh"
-#include "kl_state.cuh"
-
-struct alignas(16) RowStatistics {
-    float exponent1, fraction1, exponent2;
-    float last;  // fraction2 where side 2 is trained, shift where side 1 is
-};
-
-// A row that takes no part: every probability is zero.
-SKL_HOST_DEVICE RowStatistics no_row() { return {1e30f, 0.f, 1e30f, 0.f}; }
-
-// Relative rounding error of the shift: a sum, a quotient and three products of float32.
-inline constexpr float kBracketNoise = 4.76837158203125e-7f;  // 2^-21
-
-// Where P1 is all on one key the bracket is zero, a difference of two numbers of the size of kl.
-// What float32 leaves of it is rounding, and |s1 - s2| may be 1e5 times what it should be.
-SKL_HOST_DEVICE bool is_noise(float bracket, float shift) {
-    return fabs(bracket) < kBracketNoise * fabs(shift);
-}
-
-// In units of 1 (side 2) or ln 2 (side 1); gradient_unit puts that right at the end.
-template <int kSide>
-SKL_HOST_DEVICE float logit_gradient(float x1, float x2, const RowStatistics& row, float scale1,
-                                     float scale2) {
-    const float y1 = fma(x1, scale1, -row.exponent1), y2 = fma(x2, scale2, -row.exponent2);
-    const float p1 = fast_exp2(y1 - row.fraction1);
-    if constexpr (kSide == 2) return fast_exp2(y2 - row.last) - p1;
-    const float bracket = (y1 - y2) - row.last;
-    return p1 * (is_noise(bracket, row.last) ? 0.f : bracket);
-}
-
-// What Hopper's kernels read of a row: 16 bytes with the upstream gradient in them, so that a tile
-// of rows is one run of bytes. 2^(y - fraction) = 2^y 2^-fraction, and the second factor, which
-// lies within sqrt(2) of 1, is multiplied by dkl once a row instead of once an element. Equal sides
-// have a ratio of exactly 1, so that their ds2 is exactly zero.
-struct alignas(16) WeightedStatistics {
-    float exponent1, exponent2;
-    float weight;  // dkl 2^-fraction of the trained side, times gradient_unit
-    float last;    // ratio 2^(fraction2 - fraction1) where side 2 is trained, shift where side 1 is
-};
-
-template <int kSide>
-inline constexpr float gradient_unit = kSide == 2 ? 1.f : kLn2;
-
-template <int kSide>
-SKL_HOST_DEVICE WeightedStatistics weighted(const RowStatistics& row, float dkl) {
-    const float fraction = kSide == 2 ? row.last : row.fraction1;
-    return {row.exponent1, row.exponent2, dkl * gradient_unit<kSide> * exp2(-fraction),
-            kSide == 2 ? exp2(row.last - row.fraction1) : row.last};
-}
-
-// dkl logit_gradient, in units of 1.
-template <int kSide>
-SKL_HOST_DEVICE float weighted_gradient(float x1, float x2, const WeightedStatistics& row,
-                                        float scale1, float scale2) {
-    const float y1 = fma(x1, scale1, -row.exponent1), y2 = fma(x2, scale2, -row.exponent2);
-    if constexpr (kSide == 2) return fma(-fast_exp2(y1), row.last, fast_exp2(y2)) * row.weight;
-    const float bracket = (y1 - y2) - row.last;
-    return fast_exp2(y1) * row.weight * (is_noise(bracket, row.last) ? 0.f : bracket);
-}
+#include "row_statistics.cuh"
 
 // Logit gradients are rounded to the element type on their way into the third product. bfloat16 has
 // the exponents of float32; float16 would underflow, so there they are multiplied by a power of

@@ -32,12 +32,32 @@ struct KlState {
     float m1, l1, m2, l2, acc;
 };
 
-SKL_HOST_DEVICE KlState empty_state() { return {kUnsetMax, 0.f, kUnsetMax, 0.f, 0.f}; }
+// The same with what the entropy of P1 needs besides: sum_j e_1,j y_1,j.
+struct EntropyState : KlState {
+    float moment1;
+};
+
+template <bool kHasEntropy>
+using StateOf = typename Choose<kHasEntropy, EntropyState, KlState>::Type;
+
+template <class State>
+inline constexpr bool kHasMoment = is_same<State, EntropyState>;
+
+template <class State = KlState>
+SKL_HOST_DEVICE State empty_state() {
+    State state{};
+    state.m1 = state.m2 = kUnsetMax;
+    return state;
+}
 
 // Moves the reference exponents up to m1 and m2 (never down).
-SKL_HOST_DEVICE void raise_maxima(KlState& state, float m1, float m2) {
+template <class State>
+SKL_HOST_DEVICE void raise_maxima(State& state, float m1, float m2) {
     const float up1 = m1 - state.m1, up2 = m2 - state.m2;
     const float shrink1 = fast_exp2(-up1);
+    if constexpr (kHasMoment<State>) {
+        state.moment1 = shrink1 * (state.moment1 - state.l1 * up1);
+    }
     state.acc = shrink1 * (state.acc - state.l1 * (up1 - up2));
     state.l1 *= shrink1;
     state.l2 *= fast_exp2(-up2);
@@ -47,10 +67,10 @@ SKL_HOST_DEVICE void raise_maxima(KlState& state, float m1, float m2) {
 
 // Adds kCols keys to each of kRows rows. x_t are raw dot products; scale_t takes them to base 2 and
 // may have any sign.
-template <int kRows, int kCols>
-SKL_HOST_DEVICE void update(KlState (&state)[kRows], float (&x1)[kRows][kCols],
+template <class State, int kRows, int kCols>
+SKL_HOST_DEVICE void update(State (&state)[kRows], float (&x1)[kRows][kCols],
                             float (&x2)[kRows][kCols], float scale1, float scale2) {
-    float sum1[kRows], sum2[kRows], sum_acc[kRows];
+    float sum1[kRows], sum2[kRows], sum_acc[kRows], sum_moment1[kRows];
     bool raise = false;
     // At most two passes, whatever the data: the second leaves unconditionally, so NaN cannot hang
     // it.
@@ -73,6 +93,10 @@ SKL_HOST_DEVICE void update(KlState (&state)[kRows], float (&x1)[kRows][kCols],
         }
         SKL_UNROLL
         for (int row = 0; row < kRows; ++row) sum1[row] = sum2[row] = sum_acc[row] = 0.f;
+        if constexpr (kHasMoment<State>) {
+            SKL_UNROLL
+            for (int row = 0; row < kRows; ++row) sum_moment1[row] = 0.f;
+        }
         // The order, columns of two rows by turns and acc first, is the one in which ptxas spreads
         // the exponentials best (README, Measured). Where a thread has four rows, two at a time
         // would spill.
@@ -87,6 +111,9 @@ SKL_HOST_DEVICE void update(KlState (&state)[kRows], float (&x1)[kRows][kCols],
                     const float y2 = fma(x2[row][col], scale2, -state[row].m2);
                     const float e1 = fast_exp2(y1);
                     sum_acc[row] = fma(e1, y1 - y2, sum_acc[row]);
+                    if constexpr (kHasMoment<State>) {
+                        sum_moment1[row] = fma(e1, y1, sum_moment1[row]);
+                    }
                     sum2[row] += fast_exp2(y2);
                     sum1[row] += e1;
                 }
@@ -100,6 +127,7 @@ SKL_HOST_DEVICE void update(KlState (&state)[kRows], float (&x1)[kRows][kCols],
             pin(sum1[row]);
             pin(sum2[row]);
             pin(sum_acc[row]);
+            if constexpr (kHasMoment<State>) pin(sum_moment1[row]);
             // A NaN must count as too large; fmax would drop it, a sum keeps it.
             largest += sum1[row] + sum2[row];
         }
@@ -111,16 +139,22 @@ SKL_HOST_DEVICE void update(KlState (&state)[kRows], float (&x1)[kRows][kCols],
         state[row].l1 += sum1[row];
         state[row].l2 += sum2[row];
         state[row].acc += sum_acc[row];
+        if constexpr (kHasMoment<State>) state[row].moment1 += sum_moment1[row];
     }
 }
 
 // The state of two disjoint sets of keys together (the paper's equation 11). Empty states need no
 // special case.
-SKL_HOST_DEVICE KlState merge(KlState a, KlState b) {
+template <class State>
+SKL_HOST_DEVICE State merge(State a, State b) {
     const float m1 = fmax(a.m1, b.m1), m2 = fmax(a.m2, b.m2);
     raise_maxima(a, m1, m2);
     raise_maxima(b, m1, m2);
-    return {m1, a.l1 + b.l1, m2, a.l2 + b.l2, a.acc + b.acc};
+    a.l1 += b.l1;
+    a.l2 += b.l2;
+    a.acc += b.acc;
+    if constexpr (kHasMoment<State>) a.moment1 += b.moment1;
+    return a;
 }
 
 // A number as the unevaluated sum of two floats.
@@ -182,4 +216,10 @@ SKL_HOST_DEVICE RowResult finish(const KlState& state) {
     // One logarithm of the quotient: the difference of two would lose a small KL.
     return {kLn2 * (state.acc / state.l1 + log2_of_sum(state.l2 / state.l1)),
             to_nats(state.m1, log_l1), to_nats(state.m2, log_l2)};
+}
+
+// The entropy of P1, in nats: lse1 less the mean logit, in which m1 cancels. 0 without keys.
+SKL_HOST_DEVICE float entropy_of(const EntropyState& state) {
+    if (state.l1 == 0.f && state.l2 == 0.f && state.acc == 0.f) return 0.f;
+    return kLn2 * (log2_of_sum(state.l1) - state.moment1 / state.l1);
 }

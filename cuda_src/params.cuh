@@ -18,7 +18,7 @@ struct ForwardParams {
     TensorRef q1, k1, q2, k2;
     RowsRef rows;
     float *kl, *lse1, *lse2, *lse1_low, *lse2_low;  // all but kl may be null
-    float* partials;                                // [5][rows][num_splits], null without splits
+    float* partials;  // [5 or 6][rows][num_splits], null without splits
     KeyBounds range;
     int num_heads, group1, group2;  // query heads in all, and per key head of each side
     int head_dim1, head_dim2;
@@ -27,6 +27,7 @@ struct ForwardParams {
     float scale1, scale2;                // to base 2, never zero
     float masked_logit1, masked_logit2;  // kMaskedLogit before the scale
     int64 num_rows;
+    float *entropy, *cross_entropy;  // null unless the kernel has the entropy
 };
 
 struct PrepareParams {
@@ -38,6 +39,10 @@ struct PrepareParams {
     uint32* max_dkl;  // bits of the largest finite |dkl|; null unless the element type is fp16
     int num_heads, num_queries;
     int64 num_rows;
+    // Of a state with given log-sum-exps; else null.
+    const float* mass1;
+    float* weighted_dkl;  // dkl mass1, with the strides of rows
+    int is_given1, is_given2;
 };
 
 struct BackwardParams {
@@ -64,4 +69,26 @@ struct FinishParams {
     int num_heads, num_queries, head_dim;
     int num_row_tiles;  // of 16 rows, per head
     float gradient_scale;
+};
+
+struct StateRef {
+    const float *kl, *lse1, *lse2, *lse1_low, *lse2_low;  // low parts may be null
+};
+
+struct ReplaceParams {
+    StateRef own;
+    float *kl, *lse1, *lse2, *lse1_low, *lse2_low, *mass1;  // all but kl may be null
+    RowsRef rows;                                           // of the own values and the results
+    const float *given1, *given2;                           // null where the own lse stays
+    RowsRef given1_rows, given2_rows;
+    float scale1_error, scale2_error;  // relative, of the scales in base 2 of the forward
+    int num_heads, num_queries;
+    int64 num_rows;
+};
+
+struct MergeParams {
+    float *kl, *lse1, *lse2, *lse1_low, *lse2_low;  // low parts may be null
+    StateRef states[8];
+    int64 num_rows;
+    int num_states;
 };

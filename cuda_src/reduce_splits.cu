@@ -1,6 +1,6 @@
 // reduce_splits: merges the raw states that the splits of the forward left, and finishes the rows.
 //
-//   partials [5][rows][num_splits]   ->   rows [B, H, N_Q]
+//   partials [5 or 6][rows][num_splits]   ->   rows [B, H, N_Q]
 //
 // Grid: kLanesPerRow neighbouring lanes a row, 128 threads a block. Splits go to lanes in a fixed
 // pattern and lanes merge in a fixed tree, so the result does not depend on the order in which the
@@ -11,17 +11,18 @@
 
 inline constexpr int kNumThreads = 128;
 
-template <int kLanesPerRow>
+template <int kLanesPerRow, bool kHasEntropy>
 __global__ void __launch_bounds__(kNumThreads) reduce_splits(const ForwardParams params) {
     constexpr int kRowsPerBlock = kNumThreads / kLanesPerRow;
     const int64 row = static_cast<int64>(blockIdx.x) * kRowsPerBlock + threadIdx.x / kLanesPerRow;
     const int lane = threadIdx.x % kLanesPerRow;
     const bool exists = row < params.num_rows;  // all lanes of a warp take part in the merge
 
-    KlState state = empty_state();
+    using State = StateOf<kHasEntropy>;
+    State state = empty_state<State>();
     if (exists) {
         for (int split_idx = lane; split_idx < params.num_splits; split_idx += kLanesPerRow) {
-            state = merge(state, read_partial(params, row * params.num_splits + split_idx));
+            state = merge(state, read_partial<State>(params, row * params.num_splits + split_idx));
         }
     }
     state = merge_lanes<kLanesPerRow / 2>(state);

@@ -8,22 +8,27 @@
 
 // Merges groups of 2 kLargestDistance neighbouring lanes in a fixed tree; all of a group end with
 // the same state.
-template <int kLargestDistance>
-SKL_DEVICE KlState merge_lanes(KlState state) {
+template <int kLargestDistance, class State>
+SKL_DEVICE State merge_lanes(State state) {
     SKL_UNROLL
     for (int distance = kLargestDistance; distance >= 1; distance /= 2) {
-        const KlState other = {
-            __shfl_xor_sync(~0u, state.m1, distance), __shfl_xor_sync(~0u, state.l1, distance),
-            __shfl_xor_sync(~0u, state.m2, distance), __shfl_xor_sync(~0u, state.l2, distance),
-            __shfl_xor_sync(~0u, state.acc, distance)};
+        State other;
+        other.m1 = __shfl_xor_sync(~0u, state.m1, distance);
+        other.l1 = __shfl_xor_sync(~0u, state.l1, distance);
+        other.m2 = __shfl_xor_sync(~0u, state.m2, distance);
+        other.l2 = __shfl_xor_sync(~0u, state.l2, distance);
+        other.acc = __shfl_xor_sync(~0u, state.acc, distance);
+        if constexpr (kHasMoment<State>) {
+            other.moment1 = __shfl_xor_sync(~0u, state.moment1, distance);
+        }
         state = merge(state, other);
     }
     return state;
 }
 
-template <class Range>
+template <class Range, class State>
 SKL_DEVICE void write_row(const ForwardParams& params, const Range& range, int batch_idx,
-                          int head_idx, int query_idx, const KlState& state) {
+                          int head_idx, int query_idx, const State& state) {
     const RowsRef& rows = params.rows;
     const int64 at =
         batch_idx * rows.batch_stride + head_idx * rows.head_stride + query_idx * rows.row_stride;
@@ -39,24 +44,31 @@ SKL_DEVICE void write_row(const ForwardParams& params, const Range& range, int b
         params.lse1_low[at] = result.lse1.low;
         params.lse2_low[at] = result.lse2.low;
     }
+    if constexpr (kHasMoment<State>) {
+        const float entropy = has_one_key ? 0.f * result.kl : entropy_of(state);
+        params.entropy[at] = entropy;
+        params.cross_entropy[at] = entropy + params.kl[at];
+    }
 }
 
-// Partial states are stored field by field, [5][rows][num_splits], so that the warp that merges a
-// row reads whole lines.
-SKL_DEVICE void write_partial(const ForwardParams& params, int64 at, const KlState& state) {
+// Partial states are stored field by field, [5 or 6][rows][num_splits], so that the warp that
+// merges a row reads whole lines.
+template <class State>
+SKL_DEVICE void write_partial(const ForwardParams& params, int64 at, const State& state) {
     const int64 field = params.num_rows * params.num_splits;
     params.partials[at] = state.m1;
     params.partials[at + field] = state.l1;
     params.partials[at + 2 * field] = state.m2;
     params.partials[at + 3 * field] = state.l2;
     params.partials[at + 4 * field] = state.acc;
+    if constexpr (kHasMoment<State>) params.partials[at + 5 * field] = state.moment1;
 }
 
 // The end of a row of the forward: finished, or one of the partial states of its splits.
-template <class Range>
+template <class Range, class State>
 SKL_DEVICE void write_state(const ForwardParams& params, const Range& range,
                             const ForwardBlock& block, int head_idx, int query_idx,
-                            const KlState& state) {
+                            const State& state) {
     if (params.num_splits > 1) {
         const int64 row = (static_cast<int64>(block.batch_idx) * params.num_heads + head_idx) *
                               params.range.num_queries +
@@ -67,8 +79,15 @@ SKL_DEVICE void write_state(const ForwardParams& params, const Range& range,
     }
 }
 
-SKL_DEVICE KlState read_partial(const ForwardParams& params, int64 at) {
+template <class State>
+SKL_DEVICE State read_partial(const ForwardParams& params, int64 at) {
     const int64 field = params.num_rows * params.num_splits;
-    return {params.partials[at], params.partials[at + field], params.partials[at + 2 * field],
-            params.partials[at + 3 * field], params.partials[at + 4 * field]};
+    State state;
+    state.m1 = params.partials[at];
+    state.l1 = params.partials[at + field];
+    state.m2 = params.partials[at + 2 * field];
+    state.l2 = params.partials[at + 3 * field];
+    state.acc = params.partials[at + 4 * field];
+    if constexpr (kHasMoment<State>) state.moment1 = params.partials[at + 5 * field];
+    return state;
 }

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from streamkl_cupy import reference as reference
     from streamkl_cupy.api import attention_kl as attention_kl
     from streamkl_cupy.api import attention_kl_backward as attention_kl_backward
+    from streamkl_cupy.api import merge_states as merge_states
     from streamkl_cupy.api import warmup as warmup
     from streamkl_cupy.state import KLState as KLState
 
@@ -29,6 +30,7 @@ __all__ = [
     "__version__",
     "attention_kl",
     "attention_kl_backward",
+    "merge_states",
     "reference",
     "warmup",
 ]
@@ -37,6 +39,7 @@ _HOMES = {
     "KLState": "streamkl_cupy.state",
     "attention_kl": "streamkl_cupy.api",
     "attention_kl_backward": "streamkl_cupy.api",
+    "merge_states": "streamkl_cupy.api",
     "warmup": "streamkl_cupy.api",
 }
 

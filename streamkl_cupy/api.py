@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar, cast, overload
@@ -41,6 +42,7 @@ from streamkl_cupy.problem import (
     check_head_dim,
     check_options,
     check_output,
+    check_parts,
     check_rows,
     check_strategy,
     check_window,
@@ -53,7 +55,13 @@ from streamkl_cupy.state import KLState, SupportsDLPack
 ArrayT = TypeVar("ArrayT", bound=SupportsDLPack)
 
 _STATE = launch.STATE
-NULL_POINTERS = dict.fromkeys((*INPUTS, *_STATE, "dkl", *launch.GRADIENTS), 0)
+_LOWS = _STATE[3:]
+_GIVEN = ((), ("lse1",), ("lse2",), ("lse1", "lse2"))
+NULL_POINTERS = dict.fromkeys(
+    (*INPUTS, *_STATE, *launch.GIVEN, *launch.ENTROPIES, "dkl", *launch.GRADIENTS), 0
+)
+
+_HostState: TypeAlias = reference.ReferenceState | reference.GivenState | reference.EntropyState
 
 # causal, window and q_offset as the checks leave them.
 Mask: TypeAlias = tuple[bool, Window, int | None]
@@ -81,7 +89,10 @@ def attention_kl(
     scale1: float | None = ...,
     scale2: float | None = ...,
     layout: str = ...,
+    lse1: ArrayT | None = ...,
+    lse2: ArrayT | None = ...,
     return_state: Literal[False] = ...,
+    return_entropy: Literal[False] = ...,
     out: ArrayT | None = ...,
 ) -> ArrayT: ...
 @overload
@@ -97,7 +108,27 @@ def attention_kl(
     scale1: float | None = ...,
     scale2: float | None = ...,
     layout: str = ...,
+    lse1: SupportsDLPack | None = ...,
+    lse2: SupportsDLPack | None = ...,
     return_state: Literal[True],
+    return_entropy: bool = ...,
+    out: KLState | None = ...,
+) -> KLState: ...
+@overload
+def attention_kl(
+    q1: SupportsDLPack,
+    k1: SupportsDLPack,
+    q2: SupportsDLPack,
+    k2: SupportsDLPack,
+    *,
+    causal: bool = ...,
+    window: Window | None = ...,
+    q_offset: int | None = ...,
+    scale1: float | None = ...,
+    scale2: float | None = ...,
+    layout: str = ...,
+    return_state: bool = ...,
+    return_entropy: Literal[True],
     out: KLState | None = ...,
 ) -> KLState: ...
 def attention_kl(
@@ -112,7 +143,10 @@ def attention_kl(
     scale1: float | None = None,
     scale2: float | None = None,
     layout: str = "bhnd",
+    lse1: Any = None,
+    lse2: Any = None,
     return_state: bool = False,
+    return_entropy: bool = False,
     out: Any = None,
 ) -> Any:
     """KL divergence between two attention distributions, one value a query row, in nats.
@@ -147,19 +181,30 @@ def attention_kl(
         Factors of the logits, any finite number; by default ``D_t ** -0.5``.
     layout
         ``"bhnd"`` as above, or ``"bnhd"``, which swaps heads and length at rank 4.
+    lse1, lse2
+        Log-sum-exps to divide by instead of those over the keys of this call, one or both: of a
+        softmax that also covers keys that are not here, such as sinks or another shard. One value
+        a query row in the shape of kl, of any strides from 0 up: float32 on a GPU, any float dtype
+        on the CPU. Constants for `attention_kl_backward`.
     return_state
         Return all that `attention_kl_backward` needs.
+    return_entropy
+        Return a state that also has the entropy of P1 and its cross-entropy with P2, from the same
+        pass over the keys. Not together with `lse1` or `lse2`.
     out
         Where to write: an array for kl, or with `return_state` a `KLState` whose low parts may
-        be missing. C-contiguous, of the dtype of the result.
+        be missing. C-contiguous, of the dtype of the result. With `lse1` or `lse2` it must say so
+        in ``given`` and have an array for ``mass1``; with `return_entropy` arrays for both
+        entropies.
 
     Returns
     -------
     array or KLState
         ``kl`` in the shape of q1 without its last axis, float32 on a GPU and float64 on the CPU
         (float32 in JAX without ``jax_enable_x64``); an array of the caller's library on the
-        device of the inputs, in order with the caller's current stream. With `return_state` a
-        `KLState` of such arrays. A row that sees no key has ``kl = 0`` and ``lse = -inf``.
+        device of the inputs, in order with the caller's current stream. With `return_state` or
+        `return_entropy` a `KLState` of such arrays. A row that sees no key has ``kl = 0`` and
+        ``lse = -inf``.
 
     Raises
     ------
@@ -179,6 +224,11 @@ def attention_kl(
     ``KL = sum_j P1_j (s1_j - s2_j) + lse2 - lse1`` in one pass over the keys, Algorithm 1 of
     StreamKL (arXiv 2606.20005).
 
+    With a given ``lse_t`` the masses ``p_t,j = exp(s_t,j - lse_t)`` need not add up to 1, and
+    ``kl = sum_j p1_j (log p1_j - log p2_j)``, this call's share of the divergence over all keys
+    that the log-sum-exps cover. ``mass1`` of the state is ``sum_j p1_j``. A row without keys has
+    ``kl = mass1 = 0``.
+
     Examples
     --------
     >>> import numpy as np
@@ -186,37 +236,70 @@ def attention_kl(
     >>> k2 = np.log([[1.0], [3.0]])
     >>> attention_kl(q, k1, q, k2).round(6)        # P1 = (1/2, 1/2), P2 = (1/4, 3/4)
     array([0.143841])
+
+    A sink takes half of P1 and none of P2:
+
+    >>> lse1 = np.log([4.0])
+    >>> state = attention_kl(q, k1, q, k2, lse1=lse1, return_state=True)
+    >>> state.kl.round(6), state.mass1             # p1 = (1/4, 1/4)
+    (array([-0.274653]), array([0.5]))
+
+    Entropy and cross-entropy differ by the divergence:
+
+    >>> state = attention_kl(q, k1, q, k2, return_entropy=True)
+    >>> state.entropy.round(6), state.cross_entropy.round(6)
+    (array([0.693147]), array([0.836988]))
     """
     # Take in.
     causal, scale1, scale2, layout = check_options(causal, scale1, scale2, layout)
     mask = (causal, *check_window(window, q_offset))
     check_flag("return_state", return_state)
+    check_flag("return_entropy", return_entropy)
+    returns_state = return_state or return_entropy
     inputs = interop.take_all(INPUTS, (q1, k1, q2, k2))
-    outputs = {} if out is None else _take_state_outputs(out, return_state, inputs)
+    given, of_given = _take_given(lse1, lse2, inputs)
+    if given and return_entropy:
+        expected, remedy = "False with given log-sum-exps", f"leave out {' and '.join(given)}"
+        raise ValueError(message("return_entropy", expected, "True", remedy))
+    names = _STATE + ("mass1",) * bool(given) + launch.ENTROPIES * return_entropy
+    outputs = {} if out is None else _take_state_outputs(out, returns_state, inputs, names, given)
 
     # Describe.
     problem = _describe(inputs.keys, mask, scale1, scale2, layout)
     shape, _, _, index, _ = inputs.keys[0]
     row_dtype = "float64" if index == CPU else "float32"
-    results = dict.fromkeys(_STATE if return_state else _STATE[:1], (shape[:-1], row_dtype))
+    results = dict.fromkeys(names if returns_state else names[:1], (shape[:-1], row_dtype))
+    given_strides = (
+        _describe_given(problem, shape[:-1], index, given, of_given.keys)
+        if of_given
+        else (None, None)
+    )
     if outputs:
-        labels = {name: f"out.{name}" if return_state else "out" for name in outputs}
-        _check_outputs(outputs, labels, results, ITEM_BYTES[row_dtype], inputs.operands(INPUTS))
+        labels = {name: f"out.{name}" if returns_state else "out" for name in outputs}
+        others = inputs.operands(INPUTS) + (of_given.operands(given) if of_given else [])
+        _check_outputs(outputs, labels, results, ITEM_BYTES[row_dtype], others)
     if index == CPU:
         options = _options(mask, scale1, scale2, layout)
-        values = _refer_forward(inputs.arrays, options, return_state, outputs)
+        if of_given:
+            options |= {n: x.view for n, x in zip(given, of_given.arrays, strict=True)}
+        options |= {"return_entropy": True} if return_entropy else {"return_state": True}
+        values = _refer_forward(inputs.arrays, options, returns_state, outputs)
         return values if out is None else out
 
     library = cast(CudaLibrary, inputs.library)
     with interop.under_device(index):
         # Plan.
-        prepared = prepare_forward(problem, index, env.force(), plan.current_override())
+        prepared = prepare_forward(
+            problem, index, env.force(), plan.current_override(), given_strides, return_entropy
+        )
         stream = library.current_stream(index)
         prepared.require_loaded(stream)
 
         # Launch.
         pointers = NULL_POINTERS.copy()
         pointers.update(zip(INPUTS, inputs.pointers, strict=True))
+        if of_given:
+            pointers.update(zip(map(given_address, given), of_given.pointers, strict=True))
         pointers.update({name: array.pointer for name, array in outputs.items()})
         buffers = [] if outputs else _allocate(library, results, index, pointers)
         _launch(prepared, pointers, library, index, stream)
@@ -226,7 +309,9 @@ def attention_kl(
         if out is not None:
             return out
         arrays = [library.hand_back(buffer) for buffer in buffers]
-    return KLState(*arrays) if return_state else arrays[0]
+    if not returns_state:
+        return arrays[0]
+    return KLState(**dict(zip(results, arrays, strict=True)), given=given)
 
 
 def attention_kl_backward(
@@ -289,7 +374,10 @@ def attention_kl_backward(
         dq_t,i = scale_t * dkl_i * sum_j ds_t,ij k_t,j
         dk_t,j = scale_t * sum_i dkl_i ds_t,ij q_t,i
 
-    where ``i`` runs over the queries of every head that shares the key head.
+    where ``i`` runs over the queries of every head that shares the key head. A log-sum-exp that
+    was given to the forward is a constant: given lse1, ``ds1_j = p1_j (log p1_j - log p2_j + 1)``
+    and ``ds2_j = mass1 P2_j - p1_j``; given lse2, ``ds2_j = -p1_j``. Its own gradients are made of
+    the state: ``dKL/dlse1 = -(kl + mass1)`` and ``dKL/dlse2 = mass1``, times dkl.
 
     Examples
     --------
@@ -323,7 +411,8 @@ def attention_kl_backward(
         _check_outputs(outputs, labels, results, alignment, others)
     if index == CPU:
         options = _options(mask, scale1, scale2, layout)
-        values = _refer_backward(inputs.arrays, names, rows.arrays, wrt, options, outputs)
+        of_rows = dict(zip(names, rows.arrays, strict=True))
+        values = _refer_backward(inputs.arrays, of_rows, state.given, wrt, options, outputs)
         return values if out is None else tuple(out)
 
     library = cast(CudaLibrary, inputs.library)
@@ -338,6 +427,7 @@ def attention_kl_backward(
             strategy,
             deterministic,
             dkl_strides,
+            state.given,
         )
         stream = library.current_stream(index)
         prepared.require_loaded(stream)
@@ -357,6 +447,115 @@ def attention_kl_backward(
         return tuple([library.hand_back(buffer) for buffer in buffers])
 
 
+def merge_states(*states: KLState, out: KLState | None = None) -> KLState:
+    """The state over all keys, from those over disjoint parts of them.
+
+    For keys that do not come in one piece: shards of several devices, or blocks as they arrive.
+    Each part is computed with the same queries and scales and the keys of the part; the states
+    merge in any order, also merged ones again. Their entropies do not. Under a mask each part has a
+    `q_offset` of its own, that of the whole less the part's first key, in the backward too.
+
+    Parameters
+    ----------
+    *states
+        At least one, of the same rows, on one device, each a result of `attention_kl` with
+        ``return_state=True``, of this function or of `KLState.from_lse`. A row that sees no key of
+        a part has ``lse = -inf`` there, and the part adds nothing to it.
+    out
+        A `KLState` to write to, whose low parts may be missing.
+
+    Returns
+    -------
+    KLState
+        As the forward over all the keys returns it, to rounding. `attention_kl_backward` with this
+        state and the keys of one part gives that part's share of dq1 and dq2, which add up over the
+        parts, and the gradients of its own keys.
+
+    Raises
+    ------
+    TypeError, ValueError, ImportError, RuntimeError
+        As `attention_kl`. The arrays of a state are constants: a torch tensor that requires grad
+        raises, and no gradient goes through the merge.
+
+    Notes
+    -----
+    ``lse_t = log sum_a exp(lse_t,a)`` and, by the chain rule of KL, with the weights
+    ``w_t,a = exp(lse_t,a - lse_t)`` of the parts::
+
+        kl = sum_a w_1,a (kl_a + log w_1,a - log w_2,a)
+
+    in float64 on a GPU too, so that neither a small KL nor large logits lose anything.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> q, k1 = np.ones((1, 1)), np.zeros((2, 1))
+    >>> k2 = np.log([[1.0], [3.0]])
+    >>> first = attention_kl(q, k1[:1], q, k2[:1], return_state=True)
+    >>> second = attention_kl(q, k1[1:], q, k2[1:], return_state=True)
+    >>> merge_states(first, second).kl.round(6)
+    array([0.143841])
+    """
+    # Take in.
+    if not states:
+        remedy = "pass the states of the parts, for example merge_states(*states)"
+        raise ValueError(message("states", "at least one KLState", "none", remedy))
+    names: list[str] = []
+    values: list[Any] = []
+    for position, state in enumerate(states):
+        if _check_state(f"states[{position}]", state).given:
+            expected = "a state with log-sum-exps of its own"
+            got = f"one with given {' and '.join(state.given)}"
+            remedy = "add up kl and mass1 of parts that share what is given"
+            raise ValueError(message(f"states[{position}]", expected, got, remedy))
+        for name, value in _parts(state, _LOWS).items():
+            names.append(f"{position}.{name}")
+            values.append(value)
+    parts = interop.take_all(_state_arguments(tuple(names)), tuple(values))
+    outputs = {}
+    if out is not None:
+        outputs = _take_state_outputs(out, True, parts, first="states[0].kl")
+
+    # Describe.
+    _describe_parts(tuple(names), parts.keys)
+    shape, _, _, index, _ = parts.keys[0]
+    row_dtype = "float64" if index == CPU else "float32"
+    results = dict.fromkeys(_STATE, (shape, row_dtype))
+    if outputs:
+        labels = {name: f"out.{name}" for name in outputs}
+        others = parts.operands(_state_arguments(tuple(names)))
+        _check_outputs(outputs, labels, results, ITEM_BYTES[row_dtype], others)
+    if index == CPU:
+        rows = dict(zip(names, parts.arrays, strict=True))
+        merged = reference.merge_states(
+            *(_reference_state(rows, f"{position}.") for position in range(len(states)))
+        )
+        _write_state(merged, outputs)
+        return _host_state(merged, parts.arrays[0]) if out is None else out
+
+    library = cast(CudaLibrary, parts.library)
+    with interop.under_device(index):
+        # Plan.
+        prepared = prepare_merge(math.prod(shape), len(states), index)
+        stream = library.current_stream(index)
+        prepared.require_loaded(stream)
+
+        # Launch.
+        pointers = dict.fromkeys(_STATE, 0)
+        for position in range(len(states)):
+            pointers |= dict.fromkeys((f"{position}.{name}" for name in _STATE), 0)
+        pointers.update(zip(names, parts.pointers, strict=True))
+        pointers.update({name: array.pointer for name, array in outputs.items()})
+        buffers = [] if outputs else _allocate(library, results, index, pointers)
+        _launch(prepared, pointers, library, index, stream)
+
+        # Hand back.
+        library.settle(stream)
+        if out is not None:
+            return out
+        return KLState(*(library.hand_back(buffer) for buffer in buffers))
+
+
 def warmup(
     head_dim1: int = 128,
     head_dim2: int = 128,
@@ -366,6 +565,7 @@ def warmup(
     backward: bool = True,
     unaligned: bool = False,
     windowed: bool = False,
+    entropy: bool = False,
     device: int | None = None,
     arch: str | None = None,
     progress: Callable[[int, int, str], None] | None = None,
@@ -389,6 +589,8 @@ def warmup(
         Prepare also for inputs whose addresses or strides are not multiples of 16 bytes.
     windowed
         Prepare also for calls with a window that has a left side.
+    entropy
+        Prepare also for ``return_entropy=True``.
     device
         Index of the card; by default the current one.
     arch
@@ -418,6 +620,7 @@ def warmup(
     check_flag("backward", backward)
     check_flag("unaligned", unaligned)
     check_flag("windowed", windowed)
+    check_flag("entropy", entropy)
     check_head_dim("head_dim1", head_dim1)
     check_head_dim("head_dim2", head_dim2)
     if dtype not in GPU_DTYPES:
@@ -443,7 +646,8 @@ def warmup(
     force = env.force()
     plans: list[plan.ForwardPlan | plan.BackwardPlan] = []
     for problem in _warmup_problems(head_dim1, head_dim2, dtype, unaligned, windowed):
-        plans.append(plan.forward(problem, facts, force=force))
+        for has_entropy in (False, True)[: 1 + entropy]:
+            plans.append(plan.forward(problem, facts, force=force, has_entropy=has_entropy))
         for strategy in STRATEGIES if backward else ():
             plans.append(plan.backward(problem, facts, wrt, strategy=strategy, force=force))
     dims = plan.bucket(head_dim1), plan.bucket(head_dim2)
@@ -463,13 +667,16 @@ def warmup(
         name = (item.kernel, item.template)
         kernels[name] = max(kernels.get(name, 0), item.shared_memory)
 
-    for aligned, is_window in itertools.product(
-        (True, False) if unaligned else (True,), (False, True) if windowed else (False,)
+    for aligned, is_window, has_entropy in itertools.product(
+        (True, False)[: 1 + unaligned], (False, True)[: 1 + windowed], (False, True)[: 1 + entropy]
     ):
-        found = plan.forward_kernels(dtype, *dims, aligned, is_window, facts)
-        for kernel, template, shared_memory in found:
+        for kernel, template, shared_memory in plan.forward_kernels(
+            dtype, *dims, aligned, is_window, facts, has_entropy
+        ):
             kernels.setdefault((kernel, template), shared_memory)
 
+    for one_of_rows in plan.OF_FINISHED_ROWS:
+        kernels.setdefault(one_of_rows, 0)
     for num_done, ((kernel, template), shared_memory) in enumerate(kernels.items()):
         if progress is not None:
             progress(num_done, len(kernels), jit.render(kernel, template))
@@ -492,7 +699,7 @@ class Prepared:
 
     def __init__(
         self,
-        chosen: plan.ForwardPlan | plan.BackwardPlan,
+        chosen: plan.ForwardPlan | plan.BackwardPlan | plan.MergePlan,
         chain: Chain,
         device_index: int,
     ) -> None:
@@ -558,7 +765,12 @@ class Prepared:
 
 @functools.lru_cache(maxsize=_REMEMBERED)
 def prepare_forward(
-    problem: Problem, device_index: int, force: str | None, override: object
+    problem: Problem,
+    device_index: int,
+    force: str | None,
+    override: object,
+    given: launch.GivenStrides = (None, None),
+    has_entropy: bool = False,
 ) -> Prepared:
     """Plan the forward for a card; the same object comes back for the same arguments.
 
@@ -572,10 +784,16 @@ def prepare_forward(
         `env.force()`.
     override
         `plan.current_override()`, which only tells apart what `plan` would decide differently.
+    given
+        Strides of the given lse1 and lse2, None where the row's own serves.
+    has_entropy
+        Whether the entropies are wanted, too.
     """
     check_gpu(problem)
-    chosen = plan.forward(problem, launch.device_facts(device_index), force=force)
-    return Prepared(chosen, launch.forward(chosen, problem, device_index), device_index)
+    facts = launch.device_facts(device_index)
+    names = tuple(n for n, of in zip(("lse1", "lse2"), given, strict=True) if of is not None)
+    chosen = plan.forward(problem, facts, force=force, given=names, has_entropy=has_entropy)
+    return Prepared(chosen, launch.forward(chosen, problem, device_index, given), device_index)
 
 
 @functools.lru_cache(maxsize=_REMEMBERED)
@@ -588,6 +806,7 @@ def prepare_backward(
     strategy: str,
     deterministic: bool,
     dkl: Strides,
+    given: tuple[str, ...] = (),
 ) -> Prepared:
     """Plan the backward for a card, as `prepare_forward` does the forward.
 
@@ -599,14 +818,39 @@ def prepare_backward(
         As `attention_kl_backward` takes them.
     dkl
         Strides of the upstream gradient.
+    given
+        Of the state.
     """
     check_gpu(problem)
     facts = launch.device_facts(device_index)
     asked = tuple(name for name in INPUTS if name in wrt)  # the order makes no difference
     chosen = plan.backward(
-        problem, facts, asked, strategy=strategy, deterministic=deterministic, force=force
+        problem,
+        facts,
+        asked,
+        strategy=strategy,
+        deterministic=deterministic,
+        force=force,
+        given=given,
     )
     return Prepared(chosen, launch.backward(chosen, problem, dkl, device_index), device_index)
+
+
+@functools.lru_cache(maxsize=_REMEMBERED)
+def prepare_merge(num_rows: int, num_states: int, device_index: int) -> Prepared:
+    """Plan the merge of states, as `prepare_forward` does the forward.
+
+    Parameters
+    ----------
+    num_rows
+        Of each state.
+    num_states
+        How many there are.
+    device_index
+        The card.
+    """
+    chosen = plan.merge(num_rows, num_states, launch.device_facts(device_index))
+    return Prepared(chosen, launch.merge(chosen, num_rows, device_index), device_index)
 
 
 def _launch(
@@ -663,29 +907,77 @@ def _describe_rows(
     return check(dkl, contiguous=False)
 
 
+@functools.lru_cache(maxsize=_REMEMBERED)
+def _describe_parts(names: tuple[str, ...], keys: tuple[interop.Key, ...]) -> None:
+    """Check the arrays of states that are to be merged."""
+    check_parts(list(map(interop.operand_of, _state_arguments(names), keys)))
+
+
+@functools.lru_cache(maxsize=_REMEMBERED)
+def _describe_given(
+    problem: Problem,
+    shape: tuple[int, ...],
+    device_index: int,
+    names: tuple[str, ...],
+    keys: tuple[interop.Key, ...],
+) -> launch.GivenStrides:
+    """Check the given log-sum-exps; return the strides of each, None for one that is not."""
+    device = interop.device_of(device_index)
+    strides = {
+        name: check_rows(
+            problem, interop.operand_of(name, key), shape=shape, device=device, contiguous=False
+        )
+        for name, key in zip(names, keys, strict=True)
+    }
+    return strides.get("lse1"), strides.get("lse2")
+
+
+def _take_given(lse1: Any, lse2: Any, inputs: Group) -> tuple[tuple[str, ...], Group | None]:
+    """The log-sum-exps that are given, and what these are called."""
+    if lse1 is None and lse2 is None:
+        return (), None
+    given = {name: x for name, x in (("lse1", lse1), ("lse2", lse2)) if x is not None}
+    names = tuple(given)
+    return names, interop.take_all(names, tuple(given.values()), inputs)
+
+
+def given_address(name: str) -> str:
+    """What a launch calls a given log-sum-exp."""
+    return name.replace("lse", "given")
+
+
 def _take_rows(dkl: Any, state: Any, inputs: Group) -> tuple[tuple[str, ...], Group]:
     """Upstream gradient and the parts of the state that there are, and what these are called."""
+    parts = _parts(_check_state("state", state), (*_LOWS, "mass1"))
+    if state.given not in _GIVEN:
+        expected, got = 'a tuple of "lse1", "lse2", both or none', repr(state.given)
+        raise ValueError(message("state.given", expected, got, "pass the state of attention_kl"))
+    if state.given and "mass1" not in parts:
+        expected = f"an array, because state.given is {state.given}"
+        raise TypeError(message("state.mass1", expected, "None", "pass the state of attention_kl"))
+    names = ("dkl", *parts)
+    return names, interop.take_all(_row_arguments(names), (dkl, *parts.values()), inputs)
+
+
+def _check_state(name: str, state: Any) -> KLState:
     if not isinstance(state, KLState):
         raise TypeError(
             message(
-                "state",
+                name,
                 "a KLState",
                 type(state).__name__,
                 "pass the result of attention_kl(..., return_state=True) or KLState.from_lse(...)",
             )
         )
-    parts = _parts(state)
-    names = ("dkl", *parts)
-    return names, interop.take_all(_row_arguments(names), (dkl, *parts.values()), inputs)
+    return state
 
 
-def _parts(state: KLState) -> dict[str, Any]:
+def _parts(state: KLState, optional: tuple[str, ...]) -> dict[str, Any]:
+    """The arrays of a state, those in `optional` as far as there are any."""
     parts = {"kl": state.kl, "lse1": state.lse1, "lse2": state.lse2}
-    # The low parts alone may be missing.
-    if state.lse1_low is not None:
-        parts["lse1_low"] = state.lse1_low
-    if state.lse2_low is not None:
-        parts["lse2_low"] = state.lse2_low
+    for name in optional:
+        if (value := getattr(state, name)) is not None:
+            parts[name] = value
     return parts
 
 
@@ -695,15 +987,34 @@ def _row_arguments(names: tuple[str, ...]) -> tuple[str, ...]:
     return (names[0], *(f"state.{name}" for name in names[1:]))
 
 
-def _take_state_outputs(out: Any, return_state: bool, inputs: Group) -> dict[str, Array]:
-    if not return_state and not isinstance(out, KLState):
+@functools.cache
+def _state_arguments(names: tuple[str, ...]) -> tuple[str, ...]:
+    """What messages call the arrays ``0.kl 0.lse1 ...`` of states."""
+    return tuple("states[{}].{}".format(*name.split(".")) for name in names)
+
+
+def _take_state_outputs(
+    out: Any,
+    returns_state: bool,
+    inputs: Group,
+    names: tuple[str, ...] = _STATE,
+    given: tuple[str, ...] = (),
+    first: str = "q1",
+) -> dict[str, Array]:
+    """Where to write the parts of a state of these names, whose low parts may be missing."""
+    if not returns_state and not isinstance(out, KLState):
         return {"kl": interop.take("out", out, inputs)}
-    if not return_state or not isinstance(out, KLState):
-        expected = "a KLState with return_state=True" if return_state else "an array for kl"
-        remedy = "allocate one" if return_state else "pass out.kl, or return_state=True as well"
+    if not returns_state or not isinstance(out, KLState):
+        expected = "a KLState with return_state=True" if returns_state else "an array for kl"
+        remedy = "allocate one" if returns_state else "pass out.kl, or return_state=True as well"
         raise TypeError(message("out", expected, type(out).__name__, remedy))
-    parts = _parts(out).items()
-    return {name: interop.take(f"out.{name}", value, inputs) for name, value in parts}
+    parts = _parts(out, (*_LOWS, "mass1", *launch.ENTROPIES))
+    wanted = set(names) - set(_LOWS)
+    if out.given != given or not wanted <= parts.keys() <= set(names):
+        expected = f"a KLState with given={given} and arrays for {', '.join(sorted(wanted))}"
+        got = f"given={out.given} and {', '.join(sorted(parts))}"
+        raise ValueError(message("out", expected, got, "make it with what this call returns"))
+    return {n: interop.take(f"out.{n}", value, inputs, first) for n, value in parts.items()}
 
 
 def _take_gradient_outputs(out: Any, wrt: tuple[str, ...], inputs: Group) -> dict[str, Array]:
@@ -751,47 +1062,60 @@ def _allocate(
 def _refer_forward(
     inputs: tuple[Array, ...],
     options: dict[str, Any],
-    return_state: bool,
+    returns_state: bool,
     outputs: Mapping[str, Array],
 ) -> Any:
     """`attention_kl` on the CPU, written to `outputs` if there are any."""
-    state = reference.attention_kl(*(array.view for array in inputs), **options, return_state=True)
-    values = {"kl": state.kl, "lse1": state.lse1, "lse2": state.lse2}
+    state = reference.attention_kl(*(array.view for array in inputs), **options)
     if outputs:
-        for name, array in outputs.items():
-            # In float64 nothing is missing from lse.
-            array.view[...] = values.get(name, 0.0)
+        _write_state(state, outputs)
         return None
-    first = inputs[0]
+    if not returns_state:
+        return cast(HostLibrary, inputs[0].library).from_numpy(state.kl, inputs[0])
+    return _host_state(state, inputs[0])
+
+
+def _write_state(state: _HostState, outputs: Mapping[str, Array]) -> None:
+    """Write a state to the caller's arrays, as far as there are any."""
+    for name, array in outputs.items():
+        # In float64 nothing is missing from lse.
+        array.view[...] = 0.0 if name.endswith("_low") else getattr(state, name)
+
+
+def _host_state(state: _HostState, first: Array) -> KLState:
+    """Turn a state into one of arrays like `first`."""
+    values = {"kl": state.kl, "lse1": state.lse1, "lse2": state.lse2}
+    given: tuple[str, ...] = ()
+    if isinstance(state, reference.GivenState):
+        values["mass1"], given = state.mass1, state.given
+    if isinstance(state, reference.EntropyState):
+        values |= {"entropy": state.entropy, "cross_entropy": state.cross_entropy}
     library = cast(HostLibrary, first.library)
     results = {name: library.from_numpy(value, first) for name, value in values.items()}
-    if not return_state:
-        return results["kl"]
     for name in ("lse1", "lse2"):
         stored = interop.take(name, results[name]).view
         if stored.dtype != np.float64:
             # JAX keeps float32 unless told otherwise; large logits need the rest as well.
             results[f"{name}_low"] = library.from_numpy(_rest(values[name], stored), first)
-    return KLState(**results)
+    return KLState(**results, given=given)
 
 
 def _refer_backward(
     inputs: tuple[Array, ...],
-    names: tuple[str, ...],
-    rows: tuple[Array, ...],
+    rows: Mapping[str, Array],
+    given: tuple[str, ...],
     wrt: tuple[str, ...],
     options: dict[str, Any],
     outputs: Mapping[str, Array],
 ) -> tuple[Any, ...]:
     """`attention_kl_backward` on the CPU, written to `outputs` if there are any."""
-    values = {name: array.view.astype(np.float64) for name, array in zip(names, rows, strict=True)}
-    state = reference.ReferenceState(
-        values["kl"],
-        values["lse1"] + values.get("lse1_low", 0.0),
-        values["lse2"] + values.get("lse2_low", 0.0),
-    )
+    own = _reference_state(rows)
+    state: _HostState = own
+    if given:
+        mass1 = rows["mass1"].view.astype(np.float64)
+        state = reference.GivenState(own.kl, own.lse1, own.lse2, mass1, given)
     views = {name: array.view for name, array in zip(INPUTS, inputs, strict=True)}
-    dkl = rows[0].view
+    dkl = rows["dkl"].view
     gradients = reference.attention_kl_backward(dkl, **views, state=state, wrt=wrt, **options)
     first = inputs[0]
     library = cast(HostLibrary, first.library)
@@ -804,6 +1128,19 @@ def _refer_backward(
                 rounded = gradient.astype(interop.numpy_dtype(first.dtype))
                 results.append(library.from_numpy(rounded, first))
     return tuple(results)
+
+
+def _reference_state(rows: Mapping[str, Array], prefix: str = "") -> reference.ReferenceState:
+    """The state whose arrays have these names."""
+
+    def values(name: str) -> Any:
+        return rows[prefix + name].view.astype(np.float64) if prefix + name in rows else 0.0
+
+    return reference.ReferenceState(
+        values("kl"),
+        values("lse1") + values("lse1_low"),
+        values("lse2") + values("lse2_low"),
+    )
 
 
 def _rest(exact: Any, stored: Any) -> Any:

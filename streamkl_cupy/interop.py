@@ -223,7 +223,7 @@ def operand_of(name: str, key: Key) -> Operand:
     return Operand(name, shape, strides, dtype, device_of(index), alignment)
 
 
-def take(argument: str, value: Any, like: Array | Group | None = None) -> Array:
+def take(argument: str, value: Any, like: Array | Group | None = None, first: str = "q1") -> Array:
     """Look at an array of the caller. No data is read or copied.
 
     Parameters
@@ -234,7 +234,9 @@ def take(argument: str, value: Any, like: Array | Group | None = None) -> Array:
         An array of NumPy, CuPy, torch or JAX, or one with ``__dlpack__`` and
         ``__array_namespace__``.
     like
-        The q1 of the call, whose library it must share.
+        The first array of the call, whose library it must share.
+    first
+        What messages call that one.
 
     Returns
     -------
@@ -260,7 +262,7 @@ def take(argument: str, value: Any, like: Array | Group | None = None) -> Array:
         raise TypeError(
             message(
                 argument,
-                f"an array of {like.library.name} like q1",
+                f"an array of {like.library.name} like {first}",
                 f"one of {library.name} ({type(value).__name__})",
                 "pass all arrays of a call from one library",
             )
@@ -303,7 +305,8 @@ def take_all(names: tuple[str, ...], values: tuple[Any, ...], like: Group | None
             return group
     arrays: list[Array] = []
     for name, value in zip(names, values, strict=True):
-        arrays.append(take(name, value, like or (arrays[0] if arrays else None)))
+        first = like or (arrays[0] if arrays else None)
+        arrays.append(take(name, value, first, "q1" if like else names[0]))
     keys = tuple([array.key for array in arrays])
     pointers = tuple([array.pointer for array in arrays])
     group = Group(arrays[0].library, keys, pointers, tuple(arrays))

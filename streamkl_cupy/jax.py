@@ -27,6 +27,7 @@ import numpy as np
 
 from streamkl_cupy import api, env, interop, plan, reference
 from streamkl_cupy.problem import (
+    CPU_DTYPES,
     INPUTS,
     ITEM_BYTES,
     Device,
@@ -60,8 +61,11 @@ if jax.__version_info__ < (0, 10):
 
 __all__ = ["attention_kl"]
 
-# What the forward keeps for the backward, in this order in one buffer.
+# What the forward keeps beside kl, in this order in one buffer, and what comes behind it where a
+# log-sum-exp is given or where entropies are wanted, which are never both.
 _SAVED = ("lse1", "lse2", "lse1_low", "lse2_low")
+_MASS = ("mass1",)
+_ENTROPIES = ("entropy", "cross_entropy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,13 @@ class _Options:
     scale2: float | None
     layout: str
     deterministic: bool
+    given: tuple[str, ...]
+    has_entropy: bool
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """What the forward keeps beside kl."""
+        return _SAVED + (_MASS if self.given else _ENTROPIES if self.has_entropy else ())
 
 
 def attention_kl(
@@ -91,8 +102,11 @@ def attention_kl(
     layout: str = "bhnd",
     reduction: str = "none",
     row_weights: Any = None,
+    lse1: Any = None,
+    lse2: Any = None,
     deterministic: bool = False,
     return_lse: bool = False,
+    return_entropy: bool = False,
 ) -> Any:
     """KL divergence between two attention distributions, in nats, differentiable in all arrays.
 
@@ -111,11 +125,18 @@ def attention_kl(
         Weights of the rows, of a shape that broadcasts to that of q1 without its last axis, float
         or bool. Each row is multiplied by its weight, and ``"mean"`` divides by the weights of the
         rows that see a key (by 1 if these sum to 0). Differentiable too.
+    lse1, lse2
+        Log-sum-exps to divide by instead of the rows' own, as `streamkl_cupy.attention_kl` takes
+        them. Differentiable too; `jax.lax.stop_gradient` makes constants of them.
     deterministic
         Make two backward runs agree bit for bit.
     return_lse
         Return ``(kl, lse1, lse2)``. The log-sum-exps are not differentiable: what is computed from
-        them passes no gradient on.
+        them passes no gradient on. One that was given comes back.
+    return_entropy
+        Return the entropy of P1 and its cross-entropy with P2 as well, at the end of the tuple.
+        They are not differentiable either; the gradient of the cross-entropy with respect to side 2
+        is that of kl. Not together with `lse1` or `lse2`.
 
     Returns
     -------
@@ -157,10 +178,11 @@ def attention_kl(
     window, q_offset = check_window(window, q_offset)
     check_flag("deterministic", deterministic)
     check_flag("return_lse", return_lse)
+    check_flag("return_entropy", return_entropy)
     check_reduction(reduction)
     arrays = dict(zip(INPUTS, (q1, k1, q2, k2), strict=True))
-    if row_weights is not None:
-        arrays["row_weights"] = row_weights
+    optional = {"row_weights": row_weights, "lse1": lse1, "lse2": lse2}
+    arrays |= {name: array for name, array in optional.items() if array is not None}
     for name, array in arrays.items():
         if not isinstance(array, jax.Array | np.ndarray):
             kind = type(array)
@@ -171,11 +193,41 @@ def attention_kl(
     if row_weights is not None and jax.numpy.iscomplexobj(row_weights):
         got = str(row_weights.dtype)
         raise TypeError(message("row_weights", "real weights", got, "pass its real part"))
-    options = _Options(causal, window, q_offset, scale1, scale2, layout, deterministic)
-    kl, *lse = _compiled(
-        q1, k1, q2, k2, row_weights, options=options, reduction=reduction, return_lse=return_lse
+    lse = {name: arrays[name] for name in ("lse1", "lse2") if name in arrays}
+    for name, array in lse.items():
+        if array.shape != q1.shape[:-1]:
+            expected = f"the shape of q1 without its last axis, {q1.shape[:-1]}"
+            remedy = "pass one value a query row"
+            raise ValueError(message(name, expected, str(array.shape), remedy))
+        if array.dtype.name not in CPU_DTYPES:
+            expected = "bfloat16, float16, float32 or float64"
+            raise TypeError(message(name, expected, array.dtype.name, "cast it"))
+    if lse and return_entropy:
+        expected, remedy = "False with given log-sum-exps", f"leave out {' and '.join(lse)}"
+        raise ValueError(message("return_entropy", expected, "True", remedy))
+    options = _Options(
+        causal,
+        window,
+        q_offset,
+        scale1,
+        scale2,
+        layout,
+        deterministic,
+        tuple(lse),
+        return_entropy,
     )
-    return (kl, *lse) if return_lse else kl
+    kl, *of_rows = _compiled(
+        q1,
+        k1,
+        q2,
+        k2,
+        row_weights,
+        *lse.values(),
+        options=options,
+        reduction=reduction,
+        return_lse=return_lse,
+    )
+    return (kl, *of_rows) if of_rows else kl
 
 
 def _attention_kl(
@@ -184,7 +236,7 @@ def _attention_kl(
     q2: Any,
     k2: Any,
     row_weights: Any,
-    *,
+    *lse: Any,
     options: _Options,
     reduction: str,
     return_lse: bool,
@@ -192,13 +244,15 @@ def _attention_kl(
     inputs, shape = (q1, k1, q2, k2), q1.shape[:-1]
     problem = _describe(inputs, options, Device("cpu"))
     options = replace(options, layout=problem.layout)
-    inputs = _vary_alike(x.reshape((1,) * (4 - x.ndim) + x.shape) for x in inputs)
-    kl, *saved = _rows(options, return_lse, *inputs)
+    arrays = (*inputs, *(x[..., None] for x in lse))
+    inputs = _vary_alike(x.reshape((1,) * (4 - x.ndim) + x.shape) for x in arrays)
+    wanted = ("lse1", "lse2") * return_lse + _ENTROPIES * options.has_entropy
+    kl, *saved = _rows(options, bool(wanted), *inputs)
     kl = _reduce(kl.reshape(shape), row_weights, problem, reduction)
-    if not return_lse:
+    if not wanted:
         return (kl,)
-    lse1, lse2, *_ = jax.lax.stop_gradient(saved[0])
-    return kl, lse1.reshape(shape), lse2.reshape(shape)
+    rows = dict(zip(options.saved, jax.lax.stop_gradient(saved[0]), strict=True))
+    return kl, *(rows[name].reshape(shape) for name in wanted)
 
 
 def _reduce(kl: Any, row_weights: Any, problem: Problem, reduction: str) -> Any:
@@ -244,7 +298,8 @@ def _rows_alone(options: _Options, is_kept: bool, *inputs: Any) -> tuple[Any, ..
 def _rows_forward(
     options: _Options, is_kept: bool, *primals: Any
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    wrt = tuple(n for n, x in zip(INPUTS, primals, strict=True) if x.perturbed)
+    names = (*INPUTS, *options.given)
+    wrt = tuple(n for n, x in zip(names, primals, strict=True) if x.perturbed)
     inputs = tuple(x.value for x in primals)
     if not wrt:
         return _rows_alone(options, is_kept, *inputs), ()
@@ -257,14 +312,20 @@ def _rows_forward(
 def _rows_backward(
     options: _Options, is_kept: bool, residuals: tuple[Any, ...], upstream: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    dkl = upstream[0]
+    dkl, names = upstream[0], (*INPUTS, *options.given)
     if not residuals or isinstance(dkl, SymbolicZero):
-        return (None,) * len(INPUTS)
-    *arrays, wanted = residuals
-    wrt = tuple(name for name in INPUTS if name in wanted)
-    gradients = _backward_p.bind(dkl, *arrays, options=options, wrt=wrt)
-    found = dict(zip(wrt, gradients, strict=True))
-    return tuple(found.get(name) for name in INPUTS)
+        return (None,) * len(names)
+    *inputs, kl, saved, wanted = residuals
+    found = {}
+    if wrt := tuple(name for name in INPUTS if name in wanted):
+        gradients = _backward_p.bind(dkl, *inputs[:4], kl, saved, options=options, wrt=wrt)
+        found = dict(zip(wrt, gradients, strict=True))
+    for name, lse in zip(options.given, inputs[4:], strict=True):
+        if name in wanted:
+            mass1 = saved[options.saved.index("mass1"), ..., None]
+            gradient = dkl * (mass1 if name == "lse2" else -(kl + mass1))
+            found[name] = gradient.astype(lse.dtype)
+    return tuple(found.get(name) for name in names)
 
 
 def _refuse_derivative(*_: Any, **__: Any) -> Any:
@@ -290,7 +351,7 @@ def _forward_types(q1: Any, *_: Any, options: _Options, is_kept: bool) -> tuple[
     """``kl`` and, if it is kept, the rest of the state."""
     rows = (*q1.shape[:-1], 1)
     kl = q1.update(shape=rows, dtype=_row_dtype(q1), weak_type=False)
-    saved = q1.update(shape=(len(_SAVED), *rows[:-1]), dtype=kl.dtype, weak_type=False)
+    saved = q1.update(shape=(len(options.saved), *rows[:-1]), dtype=kl.dtype, weak_type=False)
     return (kl, saved) if is_kept else (kl,)
 
 
@@ -397,12 +458,22 @@ def _describe(inputs: Sequence[Any], options: _Options, device: Device) -> Probl
 
 
 def _forward_on_cuda(*inputs: Any, options: _Options, is_kept: bool) -> list[Any]:
-    problem = _describe(inputs, options, Device("cuda"))
+    problem = _describe(inputs[:4], options, Device("cuda"))
+    for name, lse in zip(options.given, inputs[4:], strict=True):
+        if lse.dtype != np.float32:
+            raise TypeError(message(name, "float32", lse.dtype.name, "cast it to float32"))
+    # Like all of XLA's buffers they are contiguous.
+    strides = [problem.row if name in options.given else None for name in ("lse1", "lse2")]
+    given = strides[0], strides[1]
     force, override = env.force(), plan.current_override()
-    prepared = {index: api.prepare_forward(problem, index, force, override) for index in _cards()}
+    prepared = {
+        index: api.prepare_forward(problem, index, force, override, given, options.has_entropy)
+        for index in _cards()
+    }
     types = _forward_types(*map(jax.typeof, inputs), options=options, is_kept=is_kept)
-    names = (*INPUTS, "kl", *("saved",) * is_kept)
-    return _call(prepared, problem, inputs, types, names)
+    addresses = map(api.given_address, options.given)
+    names = (*INPUTS, *addresses, "kl", *("saved",) * is_kept)
+    return _call(prepared, problem, inputs, types, names, options.saved)
 
 
 def _backward_on_cuda(dkl: Any, *arrays: Any, options: _Options, wrt: tuple[str, ...]) -> list[Any]:
@@ -410,13 +481,21 @@ def _backward_on_cuda(dkl: Any, *arrays: Any, options: _Options, wrt: tuple[str,
     force, override = env.force(), plan.current_override()
     prepared = {
         index: api.prepare_backward(
-            problem, index, force, override, wrt, "auto", options.deterministic, problem.row
+            problem,
+            index,
+            force,
+            override,
+            wrt,
+            "auto",
+            options.deterministic,
+            problem.row,
+            options.given,
         )
         for index in _cards()
     }
     types = _backward_types(*map(jax.typeof, (dkl, *arrays)), wrt=wrt)
     names = ("dkl", *INPUTS, "kl", "saved", *("d" + name for name in wrt))
-    return _call(prepared, problem, (dkl, *arrays), types, names)
+    return _call(prepared, problem, (dkl, *arrays), types, names, options.saved)
 
 
 def _cards() -> list[int]:
@@ -430,6 +509,7 @@ def _call(
     arrays: Sequence[Any],
     types: Sequence[Any],
     names: Sequence[str],
+    of_saved: Sequence[str],
 ) -> list[Any]:
     """Results of the types, computed from the arrays by what is prepared for each card.
 
@@ -440,11 +520,13 @@ def _call(
     ----------
     names
         Of the arrays and the results, in this order.
+    of_saved
+        What lies in ``saved``.
     """
     places = {name: (position, 0) for position, name in enumerate(names)}
     if saved := places.pop("saved", None):
         part_bytes = problem.num_rows * ITEM_BYTES["float32"]
-        places |= {name: (saved[0], part * part_bytes) for part, name in enumerate(_SAVED)}
+        places |= {name: (saved[0], part * part_bytes) for part, name in enumerate(of_saved)}
     size = max(each.workspace_bytes for each in prepared.values())
     workspaces = []
     if size:
@@ -475,15 +557,22 @@ def _forward_on_cpu(*inputs: Any, options: _Options, is_kept: bool) -> list[Any]
     choices = _reference_options(options)
 
     def compute(_: Any, results: Sequence[Any], *inputs: Any) -> None:
-        q1, k1, q2, k2 = map(np.asarray, inputs)
-        state = reference.attention_kl(q1, k1, q2, k2, **choices, return_state=True)
+        q1, k1, q2, k2, *lse = map(np.asarray, inputs)
+        given: dict[str, Any] = {n: x[..., 0] for n, x in zip(options.given, lse, strict=True)}
+        state: Any
+        if options.has_entropy:
+            state = reference.attention_kl(q1, k1, q2, k2, **choices, return_entropy=True)
+        else:
+            state = reference.attention_kl(q1, k1, q2, k2, **choices, **given, return_state=True)
         np.asarray(results[0])[...] = state.kl[..., None]
         if is_kept:
             saved = np.asarray(results[1])
             saved[0], saved[1] = state.lse1, state.lse2
             with np.errstate(invalid="ignore"):
                 rest = np.stack([state.lse1, state.lse2]) - saved[:2]
-            saved[2:] = np.where(np.isfinite(rest), rest, 0.0)
+            saved[2:4] = np.where(np.isfinite(rest), rest, 0.0)
+            for position, name in enumerate(options.saved[4:], 4):
+                saved[position] = getattr(state, name)
 
     return list(buffer_callback(compute, list(types))(*inputs))
 
@@ -494,9 +583,12 @@ def _backward_on_cpu(*arrays: Any, options: _Options, wrt: tuple[str, ...]) -> l
 
     def compute(_: Any, results: Sequence[Any], *arrays: Any) -> None:
         dkl, q1, k1, q2, k2, kl, saved = map(np.asarray, arrays)
-        lse1, lse2, lse1_low, lse2_low = saved.astype(np.float64)
-        state = reference.ReferenceState(
-            kl[..., 0].astype(np.float64), lse1 + lse1_low, lse2 + lse2_low
+        lse1, lse2, lse1_low, lse2_low, *mass1 = saved.astype(np.float64)
+        rows = (kl[..., 0].astype(np.float64), lse1 + lse1_low, lse2 + lse2_low)
+        state = (
+            reference.GivenState(*rows, mass1[0], options.given)
+            if options.given
+            else reference.ReferenceState(*rows)
         )
         gradients = reference.attention_kl_backward(
             dkl[..., 0], q1, k1, q2, k2, state, wrt=wrt, **choices

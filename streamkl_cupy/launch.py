@@ -13,10 +13,20 @@ from __future__ import annotations
 import functools
 import struct
 from dataclasses import replace
+from typing import TypeAlias
 
 from streamkl_cupy import choices
 from streamkl_cupy.chain import Address, Chain, Clear, Kernel, Map, Params, Step
-from streamkl_cupy.plan import BackwardPlan, DeviceFacts, ForwardPlan, KernelPlan, SidePlan
+from streamkl_cupy.plan import (
+    FLOAT_BYTES,
+    MERGED_AT_ONCE,
+    BackwardPlan,
+    DeviceFacts,
+    ForwardPlan,
+    KernelPlan,
+    MergePlan,
+    SidePlan,
+)
 from streamkl_cupy.problem import INPUTS, Problem, Strides, gradient_strides
 from streamkl_cupy.tensor_map import Tensor
 
@@ -45,8 +55,11 @@ FORWARD_PARAMS = struct.Struct(
     + "ff"
     + "ff"
     + "q"
+    + "QQ"
 )
-PREPARE_PARAMS = struct.Struct("=" + _ROWS + "QQQQQ" + "Q" + _ROWS + "Q" + "Q" + "ii" + "q")
+PREPARE_PARAMS = struct.Struct(
+    "=" + _ROWS + "QQQQQ" + "Q" + _ROWS + "Q" + "Q" + "ii" + "q" + "Q" + "Q" + "ii"
+)
 BACKWARD_PARAMS = struct.Struct(
     "="
     + _TENSOR * 4
@@ -64,11 +77,20 @@ BACKWARD_PARAMS = struct.Struct(
     + "ff"
     + "f"
 )
+REPLACE_PARAMS = struct.Struct(
+    "=" + "QQQQQ" + "QQQQQQ" + _ROWS + "QQ" + _ROWS * 2 + "ff" + "ii" + "q"
+)
+MERGE_PARAMS = struct.Struct("=" + "QQQQQ" + "QQQQQ" * MERGED_AT_ONCE + "q" + "i" + "4x")
 FINISH_PARAMS = struct.Struct("=" + "Q" + "Q" + _ROWS + "iii" + "i" + "f" + "4x")
 
 # What the arrays of a launch are called; one that there is not has the address 0.
 STATE = ("kl", "lse1", "lse2", "lse1_low", "lse2_low")
 GRADIENTS = ("dq1", "dk1", "dq2", "dk2")
+ENTROPIES = ("entropy", "cross_entropy")
+# Beside a state with given log-sum-exps: the mass of P1, and what was given.
+GIVEN = ("mass1", "given1", "given2")
+# Strides of the given lse1 and lse2, None where the row's own serves.
+GivenStrides: TypeAlias = tuple[Strides | None, Strides | None]
 
 
 @functools.cache
@@ -99,8 +121,11 @@ def device_facts(device_index: int) -> DeviceFacts:
     return replace(facts, tuned=choices.load(name, facts))
 
 
-def forward(plan: ForwardPlan, problem: Problem, device_index: int) -> Chain:
-    """Write down the forward, then ``reduce_splits`` if the keys are split.
+def forward(
+    plan: ForwardPlan, problem: Problem, device_index: int, given: GivenStrides = (None, None)
+) -> Chain:
+    """Write down the forward, ``reduce_splits`` if the keys are split, and ``replace_lse`` if a
+    log-sum-exp is given.
 
     Parameters
     ----------
@@ -108,21 +133,32 @@ def forward(plan: ForwardPlan, problem: Problem, device_index: int) -> Chain:
         What to run, and on what.
     device_index
         The card.
+    given
+        Strides of what is given.
 
     Returns
     -------
     Chain
         Launch it with the addresses of ``q1 k1 q2 k2`` and of the outputs
         ``kl lse1 lse2 lse1_low lse2_low``, of which all but ``kl`` may be 0, and a workspace of
-        ``plan.workspace_bytes`` bytes.
+        ``plan.workspace_bytes`` bytes. Where the plan has the entropy also with those of
+        ``entropy`` and ``cross_entropy``, where a log-sum-exp is given with those of ``given1``,
+        ``given2`` and the output ``mass1``, which may be 0.
     """
+    own = [Address(name) for name in STATE]
+    if plan.given:
+        part_bytes = FLOAT_BYTES * problem.num_rows
+        own[1:] = [
+            Address("workspace", plan.own_offset + part * part_bytes)
+            for part in range(len(own) - 1)
+        ]
     scale1, scale2 = _log2_scale(problem.scale1), _log2_scale(problem.scale2)
     params = Params(
         FORWARD_PARAMS,
         (
             *_inputs(problem),
             *_strides(problem.row),
-            *map(Address, STATE),
+            *own,
             Address("workspace"),
             *_key_bounds(problem),
             problem.num_heads,
@@ -139,10 +175,14 @@ def forward(plan: ForwardPlan, problem: Problem, device_index: int) -> Chain:
             MASKED_LOGIT / scale1,
             MASKED_LOGIT / scale2,
             problem.num_rows,
+            *(Address(name) if plan.has_entropy else 0 for name in ENTROPIES),
         ),
     )
     steps = []
     for kernel in plan.kernels:
+        if kernel.kernel == "replace_lse":
+            steps.append(Kernel(kernel, _replace_params(problem, own, given)))
+            continue
         maps = _maps(problem, kernel, plan.heads_per_tile)
         steps.append(Kernel(kernel, params, maps))
     return Chain(plan.arch, device_index, steps)
@@ -165,11 +205,18 @@ def backward(plan: BackwardPlan, problem: Problem, dkl: Strides, device_index: i
     Chain
         Launch it with the addresses of ``q1 k1 q2 k2 dkl kl lse1 lse2 lse1_low lse2_low`` (low
         parts may be 0) and of the gradients ``dq1 dk1 dq2 dk2`` (0 for what is not wanted), and a
-        workspace of ``plan.workspace_bytes`` bytes, aligned to 256.
+        workspace of ``plan.workspace_bytes`` bytes, aligned to 256; where a log-sum-exp was given
+        to the forward also with that of its ``mass1``.
     """
     is_scaled = problem.dtype == "float16"
     max_dkl = Address("workspace", plan.max_dkl_offset) if is_scaled else 0
     scratch = Address("workspace", plan.scratch_offset)
+    # What the gradients are multiplied by, row by row.
+    weight, weight_strides = Address("dkl"), dkl
+    mass1: tuple[int | Address, int | Address] = (0, 0)
+    if plan.given:
+        weight, weight_strides = Address("workspace", plan.weighted_dkl_offset), problem.row
+        mass1 = (Address("mass1"), weight)
     steps: list[Step] = []
     for side in plan.sides:
         if isinstance(max_dkl, Address):
@@ -187,10 +234,15 @@ def backward(plan: BackwardPlan, problem: Problem, dkl: Strides, device_index: i
                     problem.num_heads,
                     problem.num_queries,
                     problem.num_rows,
+                    *mass1,
+                    int("lse1" in plan.given),
+                    int("lse2" in plan.given),
                 ),
             )
             steps.append(Kernel(side.prepare, params))
-        backward_params = functools.partial(_backward_params, problem, dkl, max_dkl, side)
+        backward_params = functools.partial(
+            _backward_params, problem, weight, weight_strides, max_dkl, side
+        )
         if side.fused is not None:
             steps.append(Clear(scratch, side.scratch_bytes))
         for kernel, num_blocks in (
@@ -203,6 +255,36 @@ def backward(plan: BackwardPlan, problem: Problem, dkl: Strides, device_index: i
                 steps.append(Kernel(kernel, params, _maps(problem, kernel)))
         if side.finish is not None:
             steps.append(Kernel(side.finish, _finish_params(problem, scratch, side)))
+    return Chain(plan.arch, device_index, steps)
+
+
+def merge(plan: MergePlan, num_rows: int, device_index: int) -> Chain:
+    """Write down the merge of states.
+
+    Parameters
+    ----------
+    plan
+        What to run.
+    num_rows
+        Of each state.
+    device_index
+        The card.
+
+    Returns
+    -------
+    Chain
+        Launch it with the addresses of ``kl lse1 lse2 lse1_low lse2_low``, the result, and of
+        ``0.kl 0.lse1 ...``, the states (low parts may be 0).
+    """
+    whole = [Address(name) for name in STATE]
+    steps = []
+    for kernel, (first, stop) in zip(plan.kernels, plan.takes, strict=False):
+        fields: list[int | Address] = [] if first == 0 else [*whole]
+        fields += [Address(f"{i}.{name}") for i in range(first, stop) for name in STATE]
+        num_states = len(fields) // len(STATE)
+        fields += [0] * (len(STATE) * (MERGED_AT_ONCE - num_states))
+        params = Params(MERGE_PARAMS, (*whole, *fields, num_rows, num_states))
+        steps.append(Kernel(kernel, params))
     return Chain(plan.arch, device_index, steps)
 
 
@@ -223,9 +305,30 @@ def _maps(problem: Problem, kernel: KernelPlan, heads_per_tile: int = 1) -> tupl
     )
 
 
+def _replace_params(problem: Problem, own: list[Address], given: GivenStrides) -> Params:
+    names = ("given1", "given2")
+    return Params(
+        REPLACE_PARAMS,
+        (
+            *own,
+            *map(Address, STATE),
+            Address("mass1"),
+            *_strides(problem.row),
+            *(0 if of is None else Address(n) for n, of in zip(names, given, strict=True)),
+            *(step for of in given for step in _strides(of or Strides(0, 0, 0))),
+            _log2_scale_error(problem.scale1),
+            _log2_scale_error(problem.scale2),
+            problem.num_heads,
+            problem.num_queries,
+            problem.num_rows,
+        ),
+    )
+
+
 def _backward_params(
     problem: Problem,
-    dkl: Strides,
+    dkl: Address,
+    dkl_strides: Strides,
     max_dkl: Address | int,
     side: SidePlan,
     scratch: Address | int,
@@ -236,8 +339,8 @@ def _backward_params(
         BACKWARD_PARAMS,
         (
             *_inputs(problem),
-            Address("dkl"),
-            *_strides(dkl),
+            dkl,
+            *_strides(dkl_strides),
             Address("workspace"),
             max_dkl,
             Address("d" + dq),
@@ -296,3 +399,10 @@ def _log2_scale(scale: float) -> float:
     if abs(scaled) >= SMALLEST_SCALE:
         return scaled
     return -SMALLEST_SCALE if scaled < 0 else SMALLEST_SCALE
+
+
+def _log2_scale_error(scale: float) -> float:
+    """Relative error of the scale in base 2, which the kernels have in float32."""
+    scaled = _log2_scale(scale)
+    rounded: float = struct.unpack("f", struct.pack("f", scaled))[0]
+    return rounded / scaled - 1

@@ -22,14 +22,20 @@ from streamkl_cupy.problem import NO_WINDOW, Problem
 BUCKETS = (32, 64, 96, 128, 192, 256)
 ELEMENTS = {"bfloat16": "bf16", "float16": "fp16"}
 STATE_FIELDS = 5  # m1 l1 m2 l2 acc
+ENTROPY_STATE_FIELDS = 6  # and moment1
 FLOAT_BYTES = 4
 ROW_STATISTICS_BYTES = 16
+OWN_LSE_BYTES = 16  # of a row, beside a given one: lse1, lse2 and their low parts
 WORKSPACE_ALIGNMENT = 256
 TILE_ALIGNMENT = 128
 # What reduce_splits and backward_prepare/finish are compiled for.
 REDUCE_THREADS = 128
 PREPARE_THREADS = 256
 FINISH_THREADS = 256
+MERGE_THREADS = 256
+REPLACE_THREADS = 256
+# States that a launch of merge_states takes.
+MERGED_AT_ONCE = 8
 
 # Multiprocessors and shared memory per block of a card of each architecture, to plan for one that
 # is not there.
@@ -143,7 +149,7 @@ class ForwardTile:
         ring = self.num_stages * self.block_k * (dim1 + dim2) * 2
         tiles = max(queries, ring) if self.queries_in_registers else queries + ring
         states = (
-            self.num_warps_k * self.stationary_rows * STATE_FIELDS * FLOAT_BYTES
+            self.num_warps_k * self.stationary_rows * ENTROPY_STATE_FIELDS * FLOAT_BYTES
             if self.num_warps_k > 1
             else 0
         )
@@ -327,7 +333,8 @@ class PairWarpgroupTile:
 
 @dataclass(frozen=True, slots=True)
 class ForwardPlan:
-    """The forward, and ``reduce_splits`` where blocks share a row's keys."""
+    """The forward, ``reduce_splits`` where blocks share a row's keys, and ``replace_lse`` where a
+    log-sum-exp is given, which then finds the rows' own in the workspace."""
 
     name: str
     arch: str
@@ -337,6 +344,9 @@ class ForwardPlan:
     num_query_tiles: int
     num_splits: int
     workspace_bytes: int
+    has_entropy: bool = False
+    given: tuple[str, ...] = ()
+    own_offset: int = 0
 
     @property
     def queries_per_tile(self) -> int:
@@ -378,10 +388,28 @@ class BackwardPlan:
     max_dkl_offset: int
     scratch_offset: int
     workspace_bytes: int
+    given: tuple[str, ...] = ()
+    weighted_dkl_offset: int = 0
 
     @property
     def kernels(self) -> tuple[KernelPlan, ...]:
         return tuple(kernel for side in self.sides for kernel in side.kernels)
+
+
+@dataclass(frozen=True, slots=True)
+class MergePlan:
+    """The merge of states: launches one after the other, of which each but the first takes the
+    result of the one before as its first state.
+
+    ``takes`` holds the first of the caller's states that each launch takes, and the one past its
+    last.
+    """
+
+    name: str
+    arch: str
+    kernels: tuple[KernelPlan, ...]
+    takes: tuple[tuple[int, int], ...]
+    workspace_bytes: int = 0
 
 
 # -------------------------------------------------------------------------------------------------
@@ -460,7 +488,14 @@ def current_override() -> object:
 # Forward
 
 
-def forward(problem: Problem, device: DeviceFacts, *, force: str | None = None) -> ForwardPlan:
+def forward(
+    problem: Problem,
+    device: DeviceFacts,
+    *,
+    force: str | None = None,
+    given: tuple[str, ...] = (),
+    has_entropy: bool = False,
+) -> ForwardPlan:
     """Plan the forward.
 
     Parameters
@@ -471,6 +506,10 @@ def forward(problem: Problem, device: DeviceFacts, *, force: str | None = None) 
         The card.
     force
         The kernel to use; None lets the plan choose.
+    given
+        Which of ``"lse1"`` and ``"lse2"`` are given.
+    has_entropy
+        Whether the entropy of P1 is wanted, too.
 
     Raises
     ------
@@ -478,9 +517,26 @@ def forward(problem: Problem, device: DeviceFacts, *, force: str | None = None) 
         ``force`` names no kernel, or no tile fits the card.
     """
     forced, choice = _forced(force, FORWARD_KERNELS), _override.get()
-    if forced is None and choice.forward_kernel is None and choice.forward_tile is None:
+    is_free = forced is None and choice.forward_kernel is None and choice.forward_tile is None
+    if is_free and not has_entropy:  # the entropy's sum may not fit beside a tuned tile
         choice = _with_tuned_forward(choice, problem, device)
-    return _forward(problem, device, forced, choice)
+    chosen = _forward(problem, device, forced, choice, has_entropy)
+    return _with_given(chosen, problem, given) if given else chosen
+
+
+def _with_given(chosen: ForwardPlan, problem: Problem, given: tuple[str, ...]) -> ForwardPlan:
+    """The same, and ``replace_lse`` behind it."""
+    own_offset = _round_up(chosen.workspace_bytes, WORKSPACE_ALIGNMENT)
+    grid = _ceil_div(problem.num_rows, REPLACE_THREADS)
+    replacing = (KernelPlan("replace_lse", (), grid, REPLACE_THREADS, 0),) if grid else ()
+    return replace(
+        chosen,
+        name="_".join((chosen.name, "given", *given)),
+        kernels=chosen.kernels + replacing,
+        workspace_bytes=own_offset + OWN_LSE_BYTES * problem.num_rows,
+        given=given,
+        own_offset=own_offset,
+    )
 
 
 def _forced(force: str | None, kernels: tuple[str, ...]) -> str | None:
@@ -496,7 +552,11 @@ def _forced(force: str | None, kernels: tuple[str, ...]) -> str | None:
 
 @functools.lru_cache(maxsize=4096)
 def _forward(
-    problem: Problem, device: DeviceFacts, force: str | None, choice: Choice
+    problem: Problem,
+    device: DeviceFacts,
+    force: str | None,
+    choice: Choice,
+    has_entropy: bool = False,
 ) -> ForwardPlan:
     dim1, dim2 = bucket(problem.head_dim1), bucket(problem.head_dim2)
     kernel = force or choice.forward_kernel or forward_kernel(problem, device)
@@ -509,18 +569,22 @@ def _forward(
         if reason := why_not_sm90(problem, device):
             raise PlanError(f"forward_sm90: {reason}. Unset STREAMKL_FORCE to let the plan choose")
         assert not isinstance(choice.forward_tile, ForwardTile)
-        tile, num_splits = warpgroup_tile(problem, device, choice)
+        tile, num_splits = warpgroup_tile(problem, device, choice, has_entropy)
         heads = heads_per_tile(problem, tile.stationary_rows)
-        template = warpgroup_template(problem.dtype, dim1, dim2, tile, heads > 1, problem.is_window)
+        template = warpgroup_template(
+            problem.dtype, dim1, dim2, tile, heads > 1, problem.is_window, has_entropy
+        )
     else:
         heads = heads_per_tile(problem, FEW_QUERIES // max(1, problem.num_queries))
         rows = problem.num_queries * heads
-        narrow = choice.forward_tile or forward_tile(dim1, dim2, rows, problem.is_window, device)
+        narrow = choice.forward_tile or forward_tile(
+            dim1, dim2, rows, problem.is_window, device, has_entropy
+        )
         assert isinstance(narrow, ForwardTile)
         heads = heads_per_tile(problem, min(heads, narrow.stationary_rows))
         aligned = problem.aligned
         template = forward_template(
-            problem.dtype, dim1, dim2, narrow, aligned, heads > 1, problem.is_window
+            problem.dtype, dim1, dim2, narrow, aligned, heads > 1, problem.is_window, has_entropy
         )
         smem = narrow.shared_memory(dim1, dim2)
         fitting = (device.shared_memory_per_block + RESERVED_BYTES) // (smem + RESERVED_BYTES)
@@ -542,17 +606,27 @@ def _forward(
         grid = blocks * num_splits
         kernels.append(KernelPlan(kernel, template, grid, tile.threads, smem, boxes))
         if num_splits > 1:
-            kernels.append(reduce_splits(problem, num_splits))
-    workspace = STATE_FIELDS * FLOAT_BYTES * num_splits * problem.num_rows if num_splits > 1 else 0
+            kernels.append(reduce_splits(problem, num_splits, has_entropy))
+    partial_bytes = (ENTROPY_STATE_FIELDS if has_entropy else STATE_FIELDS) * FLOAT_BYTES
+    workspace = partial_bytes * num_splits * problem.num_rows if num_splits > 1 else 0
     name = (
         f"{kernel}_{ELEMENTS[problem.dtype]}_d{dim1}x{dim2}"
         f"_q{tile.stationary_rows}_k{tile.block_k}_s{tile.num_stages}"
         f"{'' if problem.aligned else '_guarded'}{f'_pack{heads}' if heads > 1 else ''}"
         f"{f'_split{num_splits}' if num_splits > 1 else ''}{_mask_suffix(problem)}"
+        f"{'_entropy' if has_entropy else ''}"
     )
     num_tiles = _ceil_div(problem.num_queries, tile.stationary_rows // heads)
     return ForwardPlan(
-        name, device.arch, tuple(kernels), tile, heads, num_tiles, num_splits, workspace
+        name,
+        device.arch,
+        tuple(kernels),
+        tile,
+        heads,
+        num_tiles,
+        num_splits,
+        workspace,
+        has_entropy,
     )
 
 
@@ -623,11 +697,12 @@ def _mask_suffix(problem: Problem) -> str:
     return "" if problem.mask == "full" else f"_{problem.mask}"
 
 
-def reduce_splits(problem: Problem, num_splits: int) -> KernelPlan:
+def reduce_splits(problem: Problem, num_splits: int, has_entropy: bool = False) -> KernelPlan:
     """A row of few splits takes few lanes."""
     lanes = min(32, 1 << (num_splits - 1).bit_length())
     grid = _ceil_div(problem.num_rows, REDUCE_THREADS // lanes)
-    return KernelPlan("reduce_splits", (("kLanesPerRow", lanes),), grid, REDUCE_THREADS, 0)
+    template: Template = (("kLanesPerRow", lanes), ("kHasEntropy", has_entropy))
+    return KernelPlan("reduce_splits", template, grid, REDUCE_THREADS, 0)
 
 
 def why_not_sm90(problem: Problem, device: DeviceFacts) -> str:
@@ -646,13 +721,17 @@ def why_not_sm90(problem: Problem, device: DeviceFacts) -> str:
 
 
 def warpgroup_tile(
-    problem: Problem, device: DeviceFacts, choice: Choice = NO_CHOICE
+    problem: Problem,
+    device: DeviceFacts,
+    choice: Choice = NO_CHOICE,
+    has_entropy: bool = False,
 ) -> tuple[WarpgroupTile, int]:
     """Choose a tile of `warpgroup_tiles` and into how many parts the keys are split: what takes the
     least time by `warpgroup_time`; the first of equals."""
     dims = bucket(problem.head_dim1), bucket(problem.head_dim2)
     is_packed = heads_per_tile(problem, WARPGROUP_ROWS) > 1
-    tiles = [tile for tile in warpgroup_tiles(*dims, is_packed) if _fits(tile, dims, device)]
+    listed = warpgroup_tiles(*dims, is_packed, has_entropy)
+    tiles = [tile for tile in listed if _fits(tile, dims, device)]
     if choice.forward_tile is not None:
         tiles = [cast(WarpgroupTile, choice.forward_tile)]
     if not tiles:
@@ -719,7 +798,9 @@ def warpgroup_time(
     return time + (MERGE_OVERHEAD / width if num_splits > 1 else 0)
 
 
-def warpgroup_tiles(dim1: int, dim2: int, is_packed: bool) -> Iterator[WarpgroupTile]:
+def warpgroup_tiles(
+    dim1: int, dim2: int, is_packed: bool, has_entropy: bool = False
+) -> Iterator[WarpgroupTile]:
     """Tiles for a pair of buckets, those that keep a multiprocessor busiest first.
 
     Three consumers of 64 rows, as many stages as fit; two for grids that three would leave uneven.
@@ -730,7 +811,7 @@ def warpgroup_tiles(dim1: int, dim2: int, is_packed: bool) -> Iterator[Warpgroup
         for consumers in (3, 2):
             stages = 5 if dim1 + dim2 <= 128 else 3 if dim1 + dim2 <= 192 else 2
             yield WarpgroupTile(consumers, 128, stages, False)
-    elif dim1 + dim2 <= 320:
+    elif dim1 + dim2 <= 320 and not has_entropy:  # whose sum spills beside such a tile
         yield WarpgroupTile(2, 128, 2, True)
     elif is_packed:
         yield WarpgroupTile(2, 64, 3, True)
@@ -741,7 +822,13 @@ def warpgroup_tiles(dim1: int, dim2: int, is_packed: bool) -> Iterator[Warpgroup
 
 
 def warpgroup_template(
-    dtype: str, dim1: int, dim2: int, tile: WarpgroupTile, is_packed: bool, is_window: bool
+    dtype: str,
+    dim1: int,
+    dim2: int,
+    tile: WarpgroupTile,
+    is_packed: bool,
+    is_window: bool,
+    has_entropy: bool = False,
 ) -> Template:
     """Template arguments of ``forward_sm90``."""
     return (
@@ -754,6 +841,7 @@ def warpgroup_template(
         ("kQueriesInRegisters", tile.queries_in_registers),
         ("kIsPacked", is_packed),
         ("kIsWindow", is_window),
+        ("kHasEntropy", has_entropy),
     )
 
 
@@ -762,10 +850,15 @@ FEW_QUERIES = 64
 
 
 def forward_tile(
-    dim1: int, dim2: int, num_rows: int, is_window: bool, device: DeviceFacts
+    dim1: int,
+    dim2: int,
+    num_rows: int,
+    is_window: bool,
+    device: DeviceFacts,
+    has_entropy: bool = False,
 ) -> ForwardTile:
     """Choose the tile of a pair of buckets; see `forward_tiles`."""
-    tiles = forward_tiles(dim1, dim2, num_rows, is_window)
+    tiles = forward_tiles(dim1, dim2, num_rows, is_window, has_entropy)
     sizes = [tile.shared_memory(dim1, dim2) for tile in tiles]
     if num_rows <= FEW_QUERIES:
         # Bound by memory: what counts is bytes under way, and the list is in that order.
@@ -775,7 +868,9 @@ def forward_tile(
     return _best_that_fits("forward_sm80", (dim1, dim2), tiles, sizes, device)
 
 
-def forward_tiles(dim1: int, dim2: int, num_rows: int, is_window: bool) -> tuple[ForwardTile, ...]:
+def forward_tiles(
+    dim1: int, dim2: int, num_rows: int, is_window: bool, has_entropy: bool = False
+) -> tuple[ForwardTile, ...]:
     """Tiles for a pair of buckets and so many rows, the fastest first.
 
     Few rows take tiles whose warps share the keys, so that a block is bound by memory and not by
@@ -793,7 +888,8 @@ def forward_tiles(dim1: int, dim2: int, num_rows: int, is_window: bool) -> tuple
     if num_rows <= FEW_QUERIES:
         return (ForwardTile(2, 2, 2, 64, 32, 2, False), ForwardTile(1, 4, 1, 32, 32, 2, True))
     if total <= 128:
-        return (ForwardTile(2, 4, 1, 64, 32 if is_window else 64, 2, True),)
+        # A window's two ends, or one sum a row more, spill beside 64 columns of logits.
+        return (ForwardTile(2, 4, 1, 64, 32 if is_window or has_entropy else 64, 2, True),)
     if total <= 256:
         return (ForwardTile(2, 4, 1, 32, 32, 2, False), ForwardTile(2, 4, 1, 32, 16, 2, True))
     return (ForwardTile(1, 4, 1, 32, 32, 2, True), ForwardTile(1, 4, 1, 16, 16, 2, True))
@@ -807,6 +903,7 @@ def forward_template(
     aligned: bool,
     is_packed: bool,
     is_window: bool,
+    has_entropy: bool = False,
 ) -> Template:
     """Template arguments of ``forward_sm80``."""
     return (
@@ -823,6 +920,7 @@ def forward_template(
         ("kIsAligned", aligned),
         ("kIsPacked", is_packed),
         ("kIsWindow", is_window),
+        ("kHasEntropy", has_entropy),
     )
 
 
@@ -863,6 +961,7 @@ def backward(
     strategy: str = "auto",
     deterministic: bool = False,
     force: str | None = None,
+    given: tuple[str, ...] = (),
 ) -> BackwardPlan:
     """Plan the backward.
 
@@ -883,6 +982,8 @@ def backward(
     force
         A kernel whose generation, the portable one or Hopper's, all kernels have to be of; None
         lets the plan choose.
+    given
+        Which of ``"lse1"`` and ``"lse2"`` were given to the forward.
 
     Raises
     ------
@@ -890,7 +991,19 @@ def backward(
         ``force`` names no kernel or one that cannot run, or no tile fits the card.
     """
     forced, choice = _forced(force, BACKWARD_KERNELS), _override.get()
-    return _backward(problem, device, tuple(sorted(wrt)), strategy, deterministic, forced, choice)
+    names = tuple(sorted(wrt))
+    chosen = _backward(problem, device, names, strategy, deterministic, forced, choice)
+    if not given:
+        return chosen
+    # dkl times the mass of P1.
+    offset = _round_up(chosen.workspace_bytes, WORKSPACE_ALIGNMENT)
+    return replace(
+        chosen,
+        name="_".join((chosen.name, "given", *given)),
+        workspace_bytes=offset + FLOAT_BYTES * problem.num_rows,
+        given=given,
+        weighted_dkl_offset=offset,
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -1297,6 +1410,27 @@ def backward_template(
 
 
 # -------------------------------------------------------------------------------------------------
+# States
+
+
+def merge(num_rows: int, num_states: int, device: DeviceFacts) -> MergePlan:
+    """Plan the merge of states.
+
+    Examples
+    --------
+    >>> merge(1000, 20, device_facts("sm_80")).takes
+    ((0, 8), (8, 15), (15, 20))
+    """
+    takes = [(0, min(num_states, MERGED_AT_ONCE))]
+    while (first := takes[-1][1]) < num_states:
+        takes.append((first, min(num_states, first + MERGED_AT_ONCE - 1)))
+    grid = _ceil_div(num_rows, MERGE_THREADS)
+    kernel = KernelPlan("merge_states", (), grid, MERGE_THREADS, 0)
+    kernels = (kernel,) * len(takes) if num_rows else ()
+    return MergePlan(f"merge_states_{num_states}", device.arch, kernels, tuple(takes))
+
+
+# -------------------------------------------------------------------------------------------------
 # Candidates: what a measurement may choose among, and what it has chosen
 
 
@@ -1552,10 +1686,13 @@ SAMPLE_SIZE = 24
 Specialisation: TypeAlias = tuple[str, Template]
 
 
+OF_FINISHED_ROWS: tuple[Specialisation, ...] = (("merge_states", ()), ("replace_lse", ()))
+
+
 def specialisations(arch: str) -> tuple[Specialisation, ...]:
     """Everything that a plan can return on a card of this architecture, each once."""
     pairs = [(dim1, dim2) for dim1 in BUCKETS for dim2 in BUCKETS]
-    return _specialisations(arch, pairs, without_dk=pairs, windowed=pairs)
+    return _specialisations(arch, pairs, in_full=pairs, windowed=pairs)
 
 
 def declared(arch: str) -> tuple[Specialisation, ...]:
@@ -1568,7 +1705,7 @@ def declared(arch: str) -> tuple[Specialisation, ...]:
     if arch in FULLY_DECLARED:
         pairs = [(dim, dim) for dim in BUCKETS] + list(UNEQUAL_PAIRS)
         windowed = [(64, 64), (128, 128)]
-        found = _specialisations(arch, pairs, without_dk=[(128, 128)], windowed=windowed)
+        found = _specialisations(arch, pairs, in_full=[(128, 128)], windowed=windowed)
         return tuple(one for one in found if ("kIsAligned", False) not in one[1])
     everything = specialisations(arch)
     return tuple(random.Random(arch).sample(everything, min(SAMPLE_SIZE, len(everything))))
@@ -1577,11 +1714,12 @@ def declared(arch: str) -> tuple[Specialisation, ...]:
 def _specialisations(
     arch: str,
     pairs: list[tuple[int, int]],
-    without_dk: list[tuple[int, int]],
+    in_full: list[tuple[int, int]],
     windowed: list[tuple[int, int]],
 ) -> tuple[Specialisation, ...]:
+    """Those of some pairs of head dims; of `in_full` also dQ without dK and the entropy."""
     device = device_facts(arch)
-    found: dict[Specialisation, None] = {}
+    found: dict[Specialisation, None] = dict.fromkeys(OF_FINISHED_ROWS)
     for side in (1, 2):
         for weighted in (True, False) if arch == "sm_90a" else (False,):
             found["backward_prepare", (("kSide", side), ("kIsWeighted", weighted))] = None
@@ -1590,12 +1728,15 @@ def _specialisations(
             for dim in (dim1, dim2):
                 found["backward_finish", (("Element", element), ("kHeadDim", dim))] = None
             begins = (False, True) if (dim1, dim2) in windowed else (False,)
+            sums = (False, True) if (dim1, dim2) in in_full else (False,)
             for aligned, is_window in itertools.product((True, False), begins):
-                forwards = forward_kernels(dtype, dim1, dim2, aligned, is_window, device)
-                for kernel, template, _ in forwards:
-                    found[kernel, template] = None
+                for has_entropy in sums:
+                    for kernel, template, _ in forward_kernels(
+                        dtype, dim1, dim2, aligned, is_window, device, has_entropy
+                    ):
+                        found[kernel, template] = None
                 for kernel, side in itertools.product(BACKWARD_KERNELS, (1, 2)):
-                    only_dq = "fused" in kernel and (dim1, dim2) in without_dk
+                    only_dq = "fused" in kernel and (dim1, dim2) in in_full
                     for has_dk in (True, False) if only_dq else (True,):
                         if kernel.endswith("sm80"):
                             cut = backward_tile(kernel, dim1, dim2, side, device, aligned)
@@ -1623,22 +1764,32 @@ def _specialisations(
 
 
 def forward_kernels(
-    dtype: str, dim1: int, dim2: int, aligned: bool, is_window: bool, device: DeviceFacts
+    dtype: str,
+    dim1: int,
+    dim2: int,
+    aligned: bool,
+    is_window: bool,
+    device: DeviceFacts,
+    has_entropy: bool = False,
 ) -> Iterator[tuple[str, Template, int]]:
     """Every kernel that the forward of a pair of buckets can take: its template arguments and its
     bytes of shared memory."""
     for num_rows, is_packed in itertools.product(ROW_CLASSES, (False, True)):
         if not (is_packed and num_rows > FEW_QUERIES):  # only few queries are packed
-            tile = forward_tile(dim1, dim2, num_rows, is_window, device)
-            template = forward_template(dtype, dim1, dim2, tile, aligned, is_packed, is_window)
+            tile = forward_tile(dim1, dim2, num_rows, is_window, device, has_entropy)
+            template = forward_template(
+                dtype, dim1, dim2, tile, aligned, is_packed, is_window, has_entropy
+            )
             yield "forward_sm80", template, tile.shared_memory(dim1, dim2)
     for is_packed in (False, True) if device.arch == "sm_90a" and aligned else ():
-        for wide in warpgroup_tiles(dim1, dim2, is_packed):
+        for wide in warpgroup_tiles(dim1, dim2, is_packed, has_entropy):
             if _fits(wide, (dim1, dim2), device):
-                template = warpgroup_template(dtype, dim1, dim2, wide, is_packed, is_window)
+                template = warpgroup_template(
+                    dtype, dim1, dim2, wide, is_packed, is_window, has_entropy
+                )
                 yield "forward_sm90", template, wide.shared_memory(dim1, dim2)
     for lanes in (2, 4, 8, 16, 32):
-        yield "reduce_splits", (("kLanesPerRow", lanes),), 0
+        yield "reduce_splits", (("kLanesPerRow", lanes), ("kHasEntropy", has_entropy)), 0
 
 
 def bucket(head_dim: int) -> int:

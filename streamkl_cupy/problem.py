@@ -833,12 +833,7 @@ def check_rows(
     >>> check_rows(describe(q, q, q, q), dkl, shape=(4, 100), device=cpu, contiguous=False)
     Strides(batch=0, head=0, row=0)
     """
-    if device.kind == "cpu":
-        if operand.dtype not in CPU_DTYPES:
-            expected = "bfloat16, float16, float32 or float64"
-            raise TypeError(message(operand.name, expected, operand.dtype, "cast it"))
-    elif operand.dtype != "float32":
-        raise TypeError(message(operand.name, "float32", operand.dtype, "cast it to float32"))
+    _check_row_dtype(operand, device)
     _check_device(operand, "q1", device)
     if operand.shape != shape:
         expected = f"the shape of q1 without its last axis, {shape}"
@@ -851,6 +846,37 @@ def check_rows(
     _check_alignment(operand, ITEM_BYTES[operand.dtype])
     _, strides = _canonical(operand, problem.layout, rows=True)
     return Strides(*strides[:3])
+
+
+def check_parts(operands: Sequence[Operand]) -> None:
+    """Check the arrays of states that are to be merged.
+
+    Parameters
+    ----------
+    operands
+        All of them. The first says shape and device.
+
+    Raises
+    ------
+    TypeError
+        If a dtype is not float32 on the GPU, or none of the float dtypes on the CPU.
+    ValueError
+        If shapes or devices differ, or an array is not C-contiguous.
+
+    Examples
+    --------
+    >>> check_parts([Operand("states[0].kl", (4, 100), (100, 1), "float32", Device("cpu"), 4096)])
+    """
+    first = operands[0]
+    for operand in operands:
+        _check_row_dtype(operand, first.device)
+        _check_device(operand, first.name, first.device)
+        if operand.shape != first.shape:
+            expected = f"the shape of {first.name}, {first.shape}"
+            remedy = "pass states of the same query rows"
+            raise ValueError(message(operand.name, expected, str(operand.shape), remedy))
+        _check_contiguous(operand)
+        _check_alignment(operand, ITEM_BYTES[operand.dtype])
 
 
 def check_output(
@@ -921,6 +947,15 @@ def _check_scale(name: str, scale: Any) -> float:
         remedy = "pass a finite one, or leave it out for head_dim ** -0.5"
         raise ValueError(message(name, "a finite number", repr(scale), remedy))
     return value
+
+
+def _check_row_dtype(operand: Operand, device: Device) -> None:
+    if device.kind == "cpu":
+        if operand.dtype not in CPU_DTYPES:
+            expected = "bfloat16, float16, float32 or float64"
+            raise TypeError(message(operand.name, expected, operand.dtype, "cast it"))
+    elif operand.dtype != "float32":
+        raise TypeError(message(operand.name, "float32", operand.dtype, "cast it to float32"))
 
 
 def _check_device(operand: Operand, reference: str, device: Device) -> None:

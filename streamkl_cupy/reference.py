@@ -16,14 +16,21 @@ lengths.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["ReferenceState", "attention_kl", "attention_kl_backward"]
+__all__ = [
+    "EntropyState",
+    "GivenState",
+    "ReferenceState",
+    "attention_kl",
+    "attention_kl_backward",
+    "merge_states",
+]
 
 _Float64 = NDArray[np.float64]
 _Bool = NDArray[np.bool_]
@@ -42,6 +49,29 @@ class ReferenceState(NamedTuple):
     kl: _Float64
     lse1: _Float64
     lse2: _Float64
+
+
+class GivenState(NamedTuple):
+    """`ReferenceState` of a call whose log-sum-exps were given, ``given`` saying which.
+
+    ``lse1`` and ``lse2`` are those that were used, and ``mass1`` is the sum of P1 over the keys.
+    """
+
+    kl: _Float64
+    lse1: _Float64
+    lse2: _Float64
+    mass1: _Float64
+    given: tuple[str, ...]
+
+
+class EntropyState(NamedTuple):
+    """`ReferenceState` with the entropy of P1 and its cross-entropy with P2, in nats."""
+
+    kl: _Float64
+    lse1: _Float64
+    lse2: _Float64
+    entropy: _Float64
+    cross_entropy: _Float64
 
 
 class _State(Protocol):
@@ -68,6 +98,8 @@ def attention_kl(
     scale1: float | None = ...,
     scale2: float | None = ...,
     layout: str = ...,
+    lse1: ArrayLike | None = ...,
+    lse2: ArrayLike | None = ...,
     return_state: Literal[False] = ...,
 ) -> _Float64: ...
 @overload
@@ -83,8 +115,42 @@ def attention_kl(
     scale1: float | None = ...,
     scale2: float | None = ...,
     layout: str = ...,
+    lse1: None = ...,
+    lse2: None = ...,
     return_state: Literal[True],
 ) -> ReferenceState: ...
+@overload
+def attention_kl(
+    q1: ArrayLike,
+    k1: ArrayLike,
+    q2: ArrayLike,
+    k2: ArrayLike,
+    *,
+    causal: bool = ...,
+    window: tuple[int | None, int | None] | None = ...,
+    q_offset: int | None = ...,
+    scale1: float | None = ...,
+    scale2: float | None = ...,
+    layout: str = ...,
+    lse1: ArrayLike | None = ...,
+    lse2: ArrayLike | None = ...,
+    return_state: Literal[True],
+) -> ReferenceState | GivenState: ...
+@overload
+def attention_kl(
+    q1: ArrayLike,
+    k1: ArrayLike,
+    q2: ArrayLike,
+    k2: ArrayLike,
+    *,
+    causal: bool = ...,
+    window: tuple[int | None, int | None] | None = ...,
+    q_offset: int | None = ...,
+    scale1: float | None = ...,
+    scale2: float | None = ...,
+    layout: str = ...,
+    return_entropy: Literal[True],
+) -> EntropyState: ...
 def attention_kl(
     q1: ArrayLike,
     k1: ArrayLike,
@@ -97,8 +163,11 @@ def attention_kl(
     scale1: float | None = None,
     scale2: float | None = None,
     layout: str = "bhnd",
+    lse1: ArrayLike | None = None,
+    lse2: ArrayLike | None = None,
     return_state: bool = False,
-) -> _Float64 | ReferenceState:
+    return_entropy: bool = False,
+) -> _Float64 | ReferenceState | GivenState | EntropyState:
     """KL divergence of two attention distributions, one value a query row, in nats.
 
     Parameters
@@ -122,15 +191,21 @@ def attention_kl(
     layout
         ``"bhnd"`` as above, or ``"bnhd"`` with heads and length swapped. Ranks 3 ``(BH, N, D)``
         and 2 ``(N, D)`` read the same in both.
+    lse1, lse2
+        Log-sum-exps to divide by instead of those over the keys of the call, of the shape of ``q1``
+        without its last axis.
     return_state
         Return the log-sum-exps too, as the backward needs them.
+    return_entropy
+        Return an `EntropyState`: the entropies too, of distributions that add up to 1.
 
     Returns
     -------
-    ndarray or ReferenceState
+    ndarray, ReferenceState, GivenState or EntropyState
         ``kl`` in float64, of the shape of ``q1`` without its last axis; with ``return_state`` a
-        `ReferenceState` ``(kl, lse1, lse2)`` of such arrays. A row that sees no key has ``kl = 0``
-        and ``lse = -inf``.
+        `ReferenceState` ``(kl, lse1, lse2)`` of such arrays, or a `GivenState` where one of the
+        two is given. A row that sees no key has ``kl = 0`` and ``lse = -inf``, given or not, and
+        ``mass1 = 0``.
 
     Raises
     ------
@@ -141,6 +216,11 @@ def attention_kl(
     -----
     ``KL = sum_j P1_j (s1_j - s2_j) + lse2 - lse1`` as in StreamKL (arXiv 2606.20005), the logits
     taken relative to their maxima, so that a common offset of one side costs no accuracy.
+
+    With a given ``lse_t`` the masses ``p_t,j = exp(s_t,j - lse_t)`` need not add up to 1, and
+    ``kl = sum_j p1_j (log p1_j - log p2_j) = sum_j p1_j (s1_j - s2_j) + (lse2 - lse1) mass1``.
+    From the row's own values, with a prime: ``mass1 = exp(lse1' - lse1)`` and
+    ``kl = mass1 (kl' + (lse1' - lse1) - (lse2' - lse2))``.
 
     Examples
     --------
@@ -154,8 +234,20 @@ def attention_kl(
     side1, side2 = _sides(q1, k1, q2, k2, scale1, scale2, layout)
     ranges = _key_ranges(side1, causal, window, q_offset)
     shape = np.shape(q1)[:-1]
+    given = {
+        name: _as_float64(array)
+        for name, array in (("lse1", lse1), ("lse2", lse2))
+        if array is not None
+    }
+    _check_rows(given, q1)
+    if given and return_entropy:
+        raise ValueError(
+            f"return_entropy: expected False with given log-sum-exps, got True; leave out "
+            f"{' and '.join(given)}"
+        )
+    entropies = _canonical_rows(entropy := np.zeros(shape), layout)
     state = ReferenceState(np.zeros(shape), np.full(shape, -np.inf), np.full(shape, -np.inf))
-    kl, lse1, lse2 = (_canonical_rows(array, layout) for array in state)
+    kl, own1, own2 = (_canonical_rows(array, layout) for array in state)
 
     with np.errstate(all="ignore"):
         for batch, head in _head_groups(side1, side2):
@@ -167,6 +259,12 @@ def attention_kl(
 
                 weight1 = np.exp(x1)
                 sum1, sum2 = weight1.sum(axis=-1), np.exp(x2).sum(axis=-1)
+                if return_entropy:
+                    mean1 = (weight1 * np.where(allowed, x1, 0.0)).sum(axis=-1) / sum1
+                    block_entropy = np.log(sum1) - mean1
+                    entropies[batch, head, rows] = np.where(
+                        allowed.any(axis=-1), block_entropy, 0.0
+                    )
                 difference = np.subtract(x1, x2, out=x1)
                 difference[:, ~allowed] = 0.0
                 mean_difference = np.multiply(weight1, difference, out=weight1).sum(axis=-1) / sum1
@@ -175,10 +273,13 @@ def attention_kl(
                 block_kl = mean_difference + (log_sum2 - log_sum1)
                 kl[batch, head, rows] = np.where(allowed.any(axis=-1), block_kl, 0.0)
                 # Of a row without keys the sums are 0, and their logarithm the -inf that is due.
-                lse1[batch, head, rows] = max1 + log_sum1
-                lse2[batch, head, rows] = max2 + log_sum2
+                own1[batch, head, rows] = max1 + log_sum1
+                own2[batch, head, rows] = max2 + log_sum2
 
-    return state if return_state else state.kl
+    if return_entropy:
+        return EntropyState(*state, entropy, entropy + state.kl)
+    result = _replace_lse(state, given) if given else state
+    return result if return_state else result.kl
 
 
 def attention_kl_backward(
@@ -230,7 +331,10 @@ def attention_kl_backward(
         dq_t,i = scale_t * dkl_i * sum_j ds_t,ij k_t,j
         dk_t,j = scale_t * sum_i dkl_i ds_t,ij q_t,i
 
-    where ``i`` runs over the queries of every head that shares the key head.
+    where ``i`` runs over the queries of every head that shares the key head. A given log-sum-exp
+    is a constant: given lse1, ``ds1_j = p1_j (log p1_j - log p2_j + 1)`` and
+    ``ds2_j = mass1 P2_j - p1_j``; given lse2, ``ds2_j = -p1_j``. Its own gradients are
+    ``dKL/dlse1 = -(kl + mass1)`` and ``dKL/dlse2 = mass1``.
 
     Examples
     --------
@@ -246,13 +350,11 @@ def attention_kl_backward(
     ranges = _key_ranges(side1, causal, window, q_offset)
     _check_wrt(wrt)
     row_values = {"dkl": dkl, "kl": state.kl, "lse1": state.lse1, "lse2": state.lse2}
-    for name, values in row_values.items():
-        if np.shape(values) != np.shape(q1)[:-1]:
-            raise ValueError(
-                f"{name}: expected the shape of q1 without its last axis, {np.shape(q1)[:-1]}, "
-                f"got {np.shape(values)}; pass one value a query row"
-            )
-    upstream, kl, lse1, lse2 = (
+    given = getattr(state, "given", ())
+    # Where nothing is given P1 adds up to 1.
+    row_values["mass1"] = getattr(state, "mass1", np.ones(np.shape(q1)[:-1]))
+    _check_rows(row_values, q1)
+    upstream, kl, lse1, lse2, mass1 = (
         _canonical_rows(_as_float64(values), layout) for values in row_values.values()
     )
     inputs = dict(zip(_NAMES, (q1, k1, q2, k2), strict=True))
@@ -273,10 +375,15 @@ def attention_kl_backward(
                 p1 = np.exp(logits["1"] - lse1[block])
                 for t in trained:
                     if t == "1":
-                        delta = kl[block] - lse2[block] + lse1[block]
+                        # p1 (log p1 - log p2 + 1); an own lse1 takes away the mean, kl + 1.
+                        pull = 1.0 if "lse1" in given else -kl[block]
+                        delta = lse1[block] - lse2[block] - pull
                         dlogits = p1 * ((logits["1"] - logits["2"]) - delta)
+                    elif "lse2" in given:
+                        # A row that is not finite on side 2 stays so.
+                        dlogits = np.where(np.isnan(lse2[block]), np.nan, -p1)
                     else:
-                        dlogits = np.exp(logits["2"] - lse2[block]) - p1
+                        dlogits = mass1[block] * np.exp(logits["2"] - lse2[block]) - p1
                     dlogits *= upstream[block] * sides[t].scale
                     dlogits[:, ~allowed] = 0.0
                     if f"q{t}" in wrt:
@@ -292,6 +399,68 @@ def attention_kl_backward(
                     canonical[f"k{t}"][b, h] += total
 
     return tuple(gradients[name] for name in wrt)
+
+
+def merge_states(*states: _State) -> ReferenceState:
+    """The state over all keys, from those over disjoint parts of them.
+
+    Parameters
+    ----------
+    *states
+        At least one, each with float arrays ``kl``, ``lse1`` and ``lse2`` of the same shape. A row
+        whose log-sum-exps are -inf has no keys in that part.
+
+    Returns
+    -------
+    ReferenceState
+        As `attention_kl` over all the keys would return it.
+
+    Raises
+    ------
+    ValueError
+        When there is none, or the shapes differ.
+
+    Notes
+    -----
+    ``lse_t = log sum_a exp(lse_t,a)`` and, by the chain rule of KL, with the weights
+    ``w_t,a = exp(lse_t,a - lse_t)`` of the parts::
+
+        kl = sum_a w_1,a (kl_a + log w_1,a - log w_2,a)
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> one, k1, k2 = np.ones((1, 1)), np.zeros((2, 1)), np.log([[1.0], [3.0]])
+    >>> parts = [
+    ...     attention_kl(one, k1[j : j + 1], one, k2[j : j + 1], return_state=True) for j in (0, 1)
+    ... ]
+    >>> [float(part.kl[0]) for part in parts]
+    [0.0, 0.0]
+    >>> bool(np.isclose(merge_states(*parts).kl[0], 0.5 * np.log(4 / 3)))
+    True
+    """
+    if not states:
+        raise ValueError("states: expected at least one state, got none; pass those of the parts")
+    kl, lse1, lse2 = (
+        [_as_float64(getattr(state, name)) for state in states] for name in ReferenceState._fields
+    )
+    shape = kl[0].shape
+    for position, part in enumerate(zip(kl, lse1, lse2, strict=True)):
+        for name, array in zip(ReferenceState._fields, part, strict=True):
+            if array.shape != shape:
+                raise ValueError(
+                    f"states[{position}].{name}: expected the shape of states[0].kl, {shape}, got "
+                    f"{array.shape}; pass states of the same query rows"
+                )
+    with np.errstate(all="ignore"):
+        whole1, whole2 = _log_sum(lse1), _log_sum(lse2)
+        total = np.zeros(shape)
+        for kl_a, lse1_a, lse2_a in zip(kl, lse1, lse2, strict=True):
+            log_w1, log_w2 = lse1_a - whole1, lse2_a - whole2
+            share = np.exp(log_w1) * (kl_a + (log_w1 - log_w2))
+            # A part that P1 does not reach adds nothing: x log x goes to 0 with x.
+            total += np.where(lse1_a == -np.inf, 0.0, share)
+    return ReferenceState(total, whole1, whole2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +486,14 @@ class _Side:
         product: _Float64 = queries @ keys.swapaxes(1, 2)
         product *= self.scale
         return product
+
+
+def _log_sum(parts: Sequence[_Float64]) -> _Float64:
+    """``log sum_a exp(parts[a])``; -inf where all are."""
+    maximum = np.max(parts, axis=0)
+    reference = np.where(maximum == -np.inf, 0.0, maximum)
+    total: _Float64 = reference + np.log(np.sum([np.exp(x - reference) for x in parts], axis=0))
+    return total
 
 
 def _as_float64(array: ArrayLike) -> _Float64:
@@ -393,6 +570,15 @@ def _sides(
     return side("q1", "k1", scale1), side("q2", "k2", scale2)
 
 
+def _check_rows(values: Mapping[str, Any], q1: ArrayLike) -> None:
+    for name, array in values.items():
+        if np.shape(array) != np.shape(q1)[:-1]:
+            raise ValueError(
+                f"{name}: expected the shape of q1 without its last axis, {np.shape(q1)[:-1]}, "
+                f"got {np.shape(array)}; pass one value a query row"
+            )
+
+
 def _check_wrt(wrt: Sequence[str]) -> None:
     names = list(wrt)
     if not names or len(set(names)) != len(names) or not set(names) <= set(_NAMES):
@@ -463,6 +649,24 @@ def _subtract_maximum(logits: _Float64, allowed: _Bool) -> _Float64:
     maximum[:, ~allowed.any(axis=-1)] = 0.0
     logits -= maximum[..., None]
     return maximum
+
+
+def _replace_lse(own: ReferenceState, given: Mapping[str, _Float64]) -> GivenState:
+    """Divide by given log-sum-exps instead of the rows' own.
+
+    A row that sees no key keeps its -inf, and one that is not finite its NaN.
+    """
+    with np.errstate(all="ignore"):
+        lse1, lse2 = (
+            np.where(np.isfinite(lse), given.get(name, lse), lse)
+            for name, lse in (("lse1", own.lse1), ("lse2", own.lse2))
+        )
+        log_mass1 = own.lse1 - lse1
+        mass1 = np.exp(log_mass1)
+        kl = mass1 * (own.kl + (log_mass1 - (own.lse2 - lse2)))
+    is_empty = own.lse1 == -np.inf
+    kl[is_empty] = mass1[is_empty] = 0.0
+    return GivenState(kl, lse1, lse2, mass1, tuple(given))
 
 
 def _masked_product(weights: _Float64, allowed: _Bool, values: _Float64) -> _Float64:

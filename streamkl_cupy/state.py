@@ -26,10 +26,19 @@ class KLState:
     kl
         KL divergence, in nats. float32 on the GPU, float64 on the CPU.
     lse1, lse2
-        Log-sum-exp of the scaled logits of each side, in nats; -inf for a row without keys.
+        Log-sum-exp of the scaled logits of each side, in nats; -inf for a row without keys. Where
+        one was given to the call, that one, but on rows without keys and on rows that are NaN.
     lse1_low, lse2_low
         What ``lse1`` and ``lse2`` lack of the true value in float32 (``lse + low``), which the
         backward needs where logits are large. None means zero.
+    given
+        Which of ``"lse1"`` and ``"lse2"`` were given to the call.
+    mass1
+        Where one was given, the sum of P1 over the keys of the call: 1 if lse1 is the row's own,
+        0 for a row without keys. Else None.
+    entropy, cross_entropy
+        Where asked for, the entropy of P1 and its cross-entropy with P2, in nats: 0 for a row
+        without keys. Else None.
 
     Examples
     --------
@@ -44,6 +53,10 @@ class KLState:
     lse2: SupportsDLPack
     lse1_low: SupportsDLPack | None = None
     lse2_low: SupportsDLPack | None = None
+    mass1: SupportsDLPack | None = None
+    given: tuple[str, ...] = ()
+    entropy: SupportsDLPack | None = None
+    cross_entropy: SupportsDLPack | None = None
 
     @classmethod
     def from_lse(cls, kl: SupportsDLPack, lse1: SupportsDLPack, lse2: SupportsDLPack) -> KLState:

@@ -11,6 +11,9 @@ Three operators stand between torch and `api`: ``streamkl_cupy::attention_kl`` (
 ``attention_kl_state`` (with what the backward needs) and ``attention_kl_backward``. Each has a
 kernel, which calls `api`, a fake kernel, which computes shapes, and a rule for vmap; the first two
 have a formula for their gradient, the third has none, so that a second derivative is an error.
+Three more, ``attention_kl_entropy``, ``attention_kl_given`` and ``attention_kl_given_backward``,
+are the same for calls with entropies and with given log-sum-exps, apart so that the others have no
+argument and no result more.
 
 The operators are defined through `torch.library.Library`, of which `torch.library.custom_op` is a
 wrapper, because a call through the wrapper costs the host as much as four allocations. For the same
@@ -23,7 +26,7 @@ compiled function, or compile without ``fullgraph=True``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from streamkl_cupy import api
 from streamkl_cupy.problem import (
@@ -57,6 +60,8 @@ except ImportError as error:
 
 __all__ = ["REDUCTIONS", "AttentionKLLoss", "attention_kl"]
 
+_LSE = ("lse1", "lse2")
+
 # In place of an address where there is no memory: aligned, and not null.
 _NO_ADDRESS = 16
 
@@ -75,8 +80,11 @@ def attention_kl(
     layout: str = "bhnd",
     reduction: str = "none",
     row_weights: Tensor | None = None,
+    lse1: Tensor | None = None,
+    lse2: Tensor | None = None,
     deterministic: bool | None = None,
     return_lse: bool = False,
+    return_entropy: bool = False,
 ) -> Any:
     """KL divergence between two attention distributions, differentiable in all four inputs.
 
@@ -97,11 +105,19 @@ def attention_kl(
         or bool: ``(B, 1, N_Q)`` of padding, for example. Each row is multiplied by its weight, and
         ``"mean"`` divides by the weights of the rows that see a key (by 1 if these sum to 0).
         Differentiable too.
+    lse1, lse2
+        Log-sum-exps to divide by instead of the rows' own, as `streamkl_cupy.attention_kl` takes
+        them. They get gradients if they require them, and are constants otherwise.
     deterministic
         Make two backward runs agree bit for bit; by default whatever
         ``torch.use_deterministic_algorithms`` says.
     return_lse
-        Return ``(kl, lse1, lse2)``. The log-sum-exps are not differentiable.
+        Return ``(kl, lse1, lse2)``. The log-sum-exps are not differentiable. One that was given
+        comes back.
+    return_entropy
+        Return the entropy of P1 and its cross-entropy with P2 as well, at the end of the tuple.
+        They are not differentiable; the gradient of the cross-entropy with respect to side 2 is
+        that of kl. Not together with `lse1` or `lse2`.
 
     Returns
     -------
@@ -145,6 +161,7 @@ def attention_kl(
     (left, right), q_offset = check_window(window, q_offset)
     check_reduction(reduction)
     check_flag("return_lse", return_lse)
+    check_flag("return_entropy", return_entropy)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     else:
@@ -155,12 +172,27 @@ def attention_kl(
             raise TypeError(_not_a_tensor(name, value))
     if row_weights is not None:
         _check_row_weights(row_weights, q1)
+    has_given = lse1 is not None or lse2 is not None
+    if has_given:
+        _check_given(lse1, lse2, q1)
+        if return_entropy:
+            remedy = "leave out lse1 and lse2"
+            raise ValueError(
+                message("return_entropy", "False with given log-sum-exps", "True", remedy)
+            )
 
     options = (causal, left, right, q_offset, scale1, scale2, layout, deterministic)
     is_differentiated = torch.is_grad_enabled() and (
         q1.requires_grad or k1.requires_grad or q2.requires_grad or k2.requires_grad
     )
-    if is_traced:
+    entropies: list[Tensor] = []
+    if has_given:
+        arguments = (*inputs, lse1, lse2, *options)
+        kl, *lse = _rarely(_Given, _attention_kl_given, arguments, is_traced)
+    elif return_entropy:
+        kl, *lse = _rarely(_Entropy, _attention_kl_entropy, (*inputs, *options), is_traced)
+        entropies = lse[4:]
+    elif is_traced:
         kl, *lse = _trace(inputs, options, is_differentiated or return_lse)
     elif torch._C._are_functorch_transforms_active():
         # It cannot be seen from here whether an outer transform wants a gradient.
@@ -178,7 +210,9 @@ def attention_kl(
         num_keys = k1.shape[1 if k1.ndim == 4 and layout == "bnhd" else -2]
         mask = causal, (left, right), q_offset
         kl = _reduce(kl, num_keys, mask, layout, reduction, row_weights)
-    return (kl, *lse[:2]) if return_lse else kl
+    if return_lse or return_entropy:
+        return (kl, *(lse[:2] if return_lse else ()), *entropies)
+    return kl
 
 
 class AttentionKLLoss(torch.nn.Module):
@@ -228,7 +262,14 @@ class AttentionKLLoss(torch.nn.Module):
         self.deterministic = deterministic
 
     def forward(
-        self, q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, row_weights: Tensor | None = None
+        self,
+        q1: Tensor,
+        k1: Tensor,
+        q2: Tensor,
+        k2: Tensor,
+        row_weights: Tensor | None = None,
+        lse1: Tensor | None = None,
+        lse2: Tensor | None = None,
     ) -> Tensor:
         """The loss of one call; arguments as `attention_kl` takes them."""
         return attention_kl(
@@ -244,6 +285,8 @@ class AttentionKLLoss(torch.nn.Module):
             layout=self.layout,
             reduction=self.reduction,
             row_weights=row_weights,
+            lse1=lse1,
+            lse2=lse2,
             deterministic=self.deterministic,
         )
 
@@ -326,14 +369,54 @@ class _Transformed(torch.autograd.Function):
     jvp = staticmethod(_refuse_forward_mode)
 
 
+class _Entropy(torch.autograd.Function):
+    """The gradient where entropies are wanted, inside and outside of torch.func."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return _attention_kl_entropy(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _keep_all_but_entropies(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, dkl: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        return _entropy_backward(ctx, dkl)
+
+    jvp = staticmethod(_refuse_forward_mode)
+
+
+class _Given(torch.autograd.Function):
+    """The gradient with given log-sum-exps, inside and outside of torch.func."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return _attention_kl_given(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _keep_given(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, dkl: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        return _given_backward(ctx, dkl)
+
+    jvp = staticmethod(_refuse_forward_mode)
+
+
 class _Gradients(torch.autograd.Function):
     """The gradients where autograd follows them: an error when it is to go back through them."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*arguments: Any) -> Any:
-        return tuple(_attention_kl_backward(*arguments))
+    def forward(operator: Any, *arguments: Any) -> Any:
+        return tuple(operator(*arguments))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -348,10 +431,30 @@ class _Gradients(torch.autograd.Function):
         )
 
 
+def _rarely(
+    function: Any, operator: Any, arguments: tuple[Any, ...], is_traced: bool
+) -> tuple[Tensor, ...]:
+    """A call that one function serves, differentiated or not, under a transform or not."""
+    if is_traced:
+        _refuse_transforms()
+        state: tuple[Tensor, ...] = operator(*arguments)
+    else:
+        state = function.apply(*arguments)
+    return state
+
+
 def _trace(
     inputs: Sequence[Tensor], options: tuple[Any, ...], with_state: bool
 ) -> tuple[Tensor, ...]:
     """What `torch.compile` sees: an operator, with its formula."""
+    _refuse_transforms()
+    if with_state:
+        state: tuple[Tensor, ...] = _attention_kl_state(*inputs, *options)
+        return state
+    return (_attention_kl(*inputs, *options),)
+
+
+def _refuse_transforms() -> None:
     if torch._C._are_functorch_transforms_active():
         # The formula would go unseen by the transform.
         raise RuntimeError(
@@ -359,10 +462,6 @@ def _trace(
             "transform inside of a compiled function; transform the compiled function, or compile "
             "without fullgraph=True."
         )
-    if with_state:
-        state: tuple[Tensor, ...] = _attention_kl_state(*inputs, *options)
-        return state
-    return (_attention_kl(*inputs, *options),)
 
 
 def _keep_state(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -384,6 +483,55 @@ def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.options = inputs[4:]
 
 
+def _keep_all_but_entropies(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Save for the backward of ``attention_kl_entropy``."""
+    ctx.save_for_backward(*inputs[:4], *output[:5])
+    ctx.options = inputs[4:]
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _entropy_backward(ctx: Any, dkl: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    """The formula of the gradient of ``attention_kl_entropy``."""
+    if dkl is None:  # nothing comes back to kl
+        return (None,) * (len(INPUTS) + len(ctx.options))
+    return _backward(ctx, dkl)
+
+
+def _keep_given(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Save for the backward of ``attention_kl_given``."""
+    ctx.save_for_backward(*inputs[:4], *output)
+    given = dict(zip(_LSE, inputs[4:6], strict=True))
+    ctx.given = [name for name, value in given.items() if value is not None]
+    ctx.dtypes = {name: given[name].dtype for name in ctx.given}
+    ctx.options = inputs[6:]
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _given_backward(ctx: Any, dkl: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    """The formula of the gradient with given log-sum-exps, as an operator has it."""
+    names = (*INPUTS, *_LSE)
+    if dkl is None:  # nothing comes back to kl
+        return (None,) * (len(names) + len(ctx.options))
+    wrt = [n for n, wanted in zip(names, ctx.needs_input_grad[:6], strict=True) if wanted]
+    arguments = (dkl, *ctx.saved_tensors, ctx.given, wrt, *ctx.options)
+    found = dict(zip(wrt, _once(_attention_kl_given_backward, arguments), strict=True))
+    for name, dtype in ctx.dtypes.items():
+        if name in found:
+            found[name] = found[name].to(dtype)
+    return tuple(found.get(name) for name in names) + (None,) * len(ctx.options)
+
+
+def _once(operator: Any, arguments: tuple[Any, ...]) -> Sequence[Tensor]:
+    """What an operator of gradients returns, which cannot be differentiated again."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        gradients: Sequence[Tensor] = _Gradients.apply(operator, *arguments)
+    else:
+        gradients = operator(*arguments)
+    return gradients
+
+
 def _backward(ctx: Any, dkl: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     """The formula of the gradient, as an operator has it."""
     return _gradients(ctx, dkl) + (None,) * len(ctx.options)
@@ -394,10 +542,7 @@ def _gradients(ctx: Any, dkl: Tensor) -> tuple[Tensor | None, ...]:
     wanted = ctx.needs_input_grad[:4]
     wrt = [name for name, is_wanted in zip(INPUTS, wanted, strict=True) if is_wanted]
     arguments = (dkl, *ctx.saved_tensors, wrt, *ctx.options)
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        gradients = iter(_Gradients.apply(*arguments))
-    else:
-        gradients = iter(_attention_kl_backward(*arguments))
+    gradients = iter(_once(_attention_kl_backward, arguments))
     return tuple(next(gradients) if is_wanted else None for is_wanted in wanted)
 
 
@@ -452,6 +597,21 @@ def _check_row_weights(row_weights: Any, q1: Tensor) -> None:
         raise ValueError(message("row_weights", expected, str(shape), remedy))
 
 
+def _check_given(lse1: Any, lse2: Any, q1: Tensor) -> None:
+    for name, value in zip(_LSE, (lse1, lse2), strict=True):
+        if value is None:
+            continue
+        if not isinstance(value, Tensor) or value.is_nested:
+            raise TypeError(_not_a_tensor(name, value))
+        if value.device != q1.device:
+            expected, got = f"a tensor on {q1.device} like q1", f"one on {value.device}"
+            raise ValueError(message(name, expected, got, f"move it to {q1.device}"))
+        shape, rows = tuple(value.shape), tuple(q1.shape[:-1])
+        if shape != rows:
+            expected = f"the shape of q1 without its last axis, {rows}"
+            raise ValueError(message(name, expected, str(shape), "pass one value a query row"))
+
+
 def _not_a_tensor(name: str, value: Any) -> str:
     if isinstance(value, Tensor):
         return message(name, "a dense torch tensor", "a nested one", "pass a dense, padded copy")
@@ -484,9 +644,13 @@ def _run_attention_kl_state(
     q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, *options: Any
 ) -> tuple[Any, ...]:
     state = api.attention_kl(q1, k1, q2, k2, **_keywords(options), return_state=True)
+    return _state_tensors(state)
+
+
+def _state_tensors(state: KLState) -> tuple[Any, ...]:
     # In float64 nothing is missing, but an operator always returns tensors, and no two alike.
     lows = [
-        torch.zeros_like(state.kl) if low is None else low
+        torch.zeros_like(cast(Tensor, state.kl)) if low is None else low
         for low in (state.lse1_low, state.lse2_low)
     ]
     return (state.kl, state.lse1, state.lse2, *lows)
@@ -509,6 +673,47 @@ def _run_attention_kl_backward(dkl: Tensor, *arguments: Any) -> list[Tensor]:
     return list(gradients)
 
 
+def _run_attention_kl_entropy(
+    q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, *options: Any
+) -> tuple[Any, ...]:
+    state = api.attention_kl(q1, k1, q2, k2, **_keywords(options), return_entropy=True)
+    return (*_state_tensors(state), state.entropy, state.cross_entropy)
+
+
+def _run_attention_kl_given(*arguments: Any) -> tuple[Any, ...]:
+    q1, k1, q2, k2, lse1, lse2, *options = arguments
+    state = api.attention_kl(
+        q1, k1, q2, k2, **_keywords(options), lse1=lse1, lse2=lse2, return_state=True
+    )
+    return (*_state_tensors(state), state.mass1)
+
+
+def _run_attention_kl_given_backward(dkl: Tensor, *arguments: Any) -> list[Tensor]:
+    q1, k1, q2, k2, *state = arguments[:10]
+    given, wrt, *options = arguments[10:]
+    kl, lse1, lse2, lse1_low, lse2_low, mass1 = state
+    of_inputs = [name for name in wrt if name in INPUTS]
+    gradients: dict[str, Tensor] = {}
+    if "lse1" in wrt:
+        gradients["lse1"] = -dkl * (kl + mass1)
+    if "lse2" in wrt:
+        gradients["lse2"] = dkl * mass1
+    if of_inputs:
+        computed = api.attention_kl_backward(
+            dkl,
+            q1,
+            k1,
+            q2,
+            k2,
+            KLState(kl, lse1, lse2, lse1_low, lse2_low, mass1, tuple(given)),
+            wrt=of_inputs,
+            **_keywords(options),
+            deterministic=options[-1],
+        )
+        gradients |= zip(of_inputs, computed, strict=True)
+    return [gradients[name] for name in wrt]
+
+
 # The operators: fake kernels.
 
 
@@ -527,6 +732,25 @@ def _fake_attention_kl_state(
 def _fake_attention_kl_backward(dkl: Tensor, *arguments: Any) -> list[Tensor]:
     inputs = dict(zip(INPUTS, arguments[:4], strict=True))
     return [inputs[name].new_empty(inputs[name].shape) for name in arguments[9]]
+
+
+def _fake_attention_kl_entropy(
+    q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, *options: Any
+) -> tuple[Tensor, ...]:
+    _check_fake((q1, k1, q2, k2), options)
+    return tuple(_fake_rows(q1) for _ in range(7))
+
+
+def _fake_attention_kl_given(
+    q1: Tensor, k1: Tensor, q2: Tensor, k2: Tensor, lse1: Any, lse2: Any, *options: Any
+) -> tuple[Tensor, ...]:
+    _check_fake((q1, k1, q2, k2), options)
+    return tuple(_fake_rows(q1) for _ in range(6))
+
+
+def _fake_attention_kl_given_backward(dkl: Tensor, *arguments: Any) -> list[Tensor]:
+    likes = dict(zip(INPUTS, arguments[:4], strict=True)) | dict.fromkeys(_LSE, arguments[4])
+    return [likes[name].new_empty(likes[name].shape) for name in arguments[11]]
 
 
 def _fake_rows(q1: Tensor) -> Tensor:
@@ -581,12 +805,20 @@ def _vmap_attention_kl(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, A
 
 
 def _vmap_attention_kl_state(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
+    return _vmap_rows(_attention_kl_state, info, in_dims, *arguments)
+
+
+def _vmap_attention_kl_entropy(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
+    return _vmap_rows(_attention_kl_entropy, info, in_dims, *arguments)
+
+
+def _vmap_rows(operator: Any, info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
     *inputs, layout, deterministic = arguments
     inputs, options = inputs[:4], inputs[4:]
     rank, batch = _rank_and_batch(inputs[0], in_dims[0])
     folded = _fold_inputs(inputs, in_dims, info.batch_size)
     layout = _folded_layout(layout, rank)
-    state = _attention_kl_state(*folded, *options, layout, deterministic)
+    state = operator(*folded, *options, layout, deterministic)
     return tuple(_unfold(part, info.batch_size, batch) for part in state), (0,) * len(state)
 
 
@@ -604,6 +836,39 @@ def _vmap_attention_kl_backward(info: Any, in_dims: Any, *arguments: Any) -> tup
         *(part.contiguous() for part in rows[1:]),
         wrt,
         *options,
+        _folded_layout(layout, rank),
+        deterministic,
+    )
+    return [_unfold(part, info.batch_size, batch) for part in gradients], [0] * len(gradients)
+
+
+def _vmap_attention_kl_given(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
+    inputs, lse = arguments[:4], arguments[4:6]
+    *most, layout, deterministic = arguments[6:]
+    rank, batch = _rank_and_batch(inputs[0], in_dims[0])
+    given = [
+        None if value is None else _fold(value, in_dim, info.batch_size, rank)
+        for value, in_dim in zip(lse, in_dims[4:6], strict=True)
+    ]
+    folded = _fold_inputs(inputs, in_dims, info.batch_size)
+    options = (*most, _folded_layout(layout, rank), deterministic)
+    state = _attention_kl_given(*folded, *given, *options)
+    return tuple(_unfold(part, info.batch_size, batch) for part in state), (0,) * len(state)
+
+
+def _vmap_attention_kl_given_backward(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
+    dkl, inputs, state = arguments[0], arguments[1:5], arguments[5:11]
+    *most, layout, deterministic = arguments[11:]
+    rank, batch = _rank_and_batch(inputs[0], in_dims[1])
+    rows = [
+        _fold(value, in_dim, info.batch_size, rank)
+        for value, in_dim in zip((dkl, *state), (in_dims[0], *in_dims[5:11]), strict=True)
+    ]
+    gradients = _attention_kl_given_backward(
+        rows[0],
+        *_fold_inputs(inputs, in_dims[1:5], info.batch_size),
+        *(part.contiguous() for part in rows[1:]),
+        *most,
         _folded_layout(layout, rank),
         deterministic,
     )
@@ -666,7 +931,15 @@ _OPTIONS = (
 _library = torch.library.Library("streamkl_cupy", "DEF")
 
 
-def _define(name: str, schema: str, kernel: Any, fake: Any, vmap: Any, keep: Any = None) -> Any:
+def _define(
+    name: str,
+    schema: str,
+    kernel: Any,
+    fake: Any,
+    vmap: Any,
+    keep: Any = None,
+    backward: Any = _backward,
+) -> Any:
     """Define an operator; return its only overload, which is what can be called fastest."""
     _library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     # Whatever the device is: `api` knows the devices, and words the errors about others.
@@ -675,7 +948,7 @@ def _define(name: str, schema: str, kernel: Any, fake: Any, vmap: Any, keep: Any
     torch.library.register_fake(qualified, fake, lib=_library)
     torch.library.register_vmap(qualified, vmap, lib=_library)
     if keep is not None:
-        torch.library.register_autograd(qualified, _backward, setup_context=keep, lib=_library)
+        torch.library.register_autograd(qualified, backward, setup_context=keep, lib=_library)
     return getattr(torch.ops.streamkl_cupy, name).default
 
 
@@ -702,5 +975,32 @@ _attention_kl_backward = _define(
     _fake_attention_kl_backward,
     _vmap_attention_kl_backward,
 )
+_attention_kl_entropy = _define(
+    "attention_kl_entropy",
+    f"({_INPUTS}, {_OPTIONS}) -> ({_STATE}, Tensor entropy, Tensor cross_entropy)",
+    _run_attention_kl_entropy,
+    _fake_attention_kl_entropy,
+    _vmap_attention_kl_entropy,
+    _keep_all_but_entropies,
+    _entropy_backward,
+)
+_attention_kl_given = _define(
+    "attention_kl_given",
+    f"({_INPUTS}, Tensor? lse1, Tensor? lse2, {_OPTIONS}) -> ({_STATE}, Tensor mass1)",
+    _run_attention_kl_given,
+    _fake_attention_kl_given,
+    _vmap_attention_kl_given,
+    _keep_given,
+    _given_backward,
+)
+_attention_kl_given_backward = _define(
+    "attention_kl_given_backward",
+    f"(Tensor dkl, {_INPUTS}, {_STATE}, Tensor mass1, str[] given, str[] wrt, {_OPTIONS})"
+    " -> Tensor[]",
+    _run_attention_kl_given_backward,
+    _fake_attention_kl_given_backward,
+    _vmap_attention_kl_given_backward,
+)
 # The others are never reached with such tensors: only upstream gradients are mapped that way.
-_library.impl("attention_kl_backward", _refuse_old_vmap, "Batched")
+for _name in ("attention_kl_backward", "attention_kl_given_backward"):
+    _library.impl(_name, _refuse_old_vmap, "Batched")

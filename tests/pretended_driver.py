@@ -126,6 +126,8 @@ def argument_sizes(kernel: str) -> tuple[int, ...]:
     else:
         special = {"backward_prepare": launch.PREPARE_PARAMS}
         special["backward_finish"] = launch.FINISH_PARAMS
+        special["merge_states"] = launch.MERGE_PARAMS
+        special["replace_lse"] = launch.REPLACE_PARAMS
         params = special.get(kernel, launch.BACKWARD_PARAMS)
     maps = (NUM_MAPS * tensor_map.MAP_BYTES,) if kernel.endswith("sm90") else ()
     return (*maps, params.size)

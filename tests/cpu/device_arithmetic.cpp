@@ -4,9 +4,11 @@
 #include <type_traits>
 #include <vector>
 
+#include "finished_rows.cuh"
 #include "key_range.cuh"
 #include "kl_state.cuh"
 #include "params.cuh"
+#include "row_statistics.cuh"
 #include "schedule.cuh"
 #include "smem.cuh"
 
@@ -57,6 +59,96 @@ extern "C" void merge_states(int num, const KlState* a, const KlState* b, KlStat
 
 extern "C" void finish_states(int num, const KlState* states, RowResult* results) {
     for (int i = 0; i < num; ++i) results[i] = finish(states[i]);
+}
+
+// The entropy of rows by the same steps: each thread's keys, then the threads merged in order.
+// x1, x2 [num_threads][num_chunks][kRows][kCols]; entropy [kRows].
+extern "C" void entropy_of_rows(int num_threads, int num_chunks, const float* x1, const float* x2,
+                                float scale1, float scale2, float* entropy, KlState* plain) {
+    constexpr int kRows = 2, kCols = 8;
+    EntropyState merged[kRows] = {empty_state<EntropyState>(), empty_state<EntropyState>()};
+    for (int thread = 0; thread < num_threads; ++thread) {
+        EntropyState state[kRows] = {empty_state<EntropyState>(), empty_state<EntropyState>()};
+        for (int i = 0; i < num_chunks; ++i, x1 += kRows * kCols, x2 += kRows * kCols) {
+            float s1[kRows][kCols], s2[kRows][kCols];
+            std::memcpy(s1, x1, sizeof(s1));
+            std::memcpy(s2, x2, sizeof(s2));
+            update(state, s1, s2, scale1, scale2);
+        }
+        for (int row = 0; row < kRows; ++row) merged[row] = merge(merged[row], state[row]);
+    }
+    for (int row = 0; row < kRows; ++row) {
+        entropy[row] = entropy_of(merged[row]);
+        plain[row] = merged[row];
+    }
+}
+
+// Rows of kl, lse1, its low part, lse2, its low part: as the states lie on the card, and folded as
+// there.
+extern "C" void merge_finished(int num_states, int num, const RowResult* states,
+                               RowResult* merged) {
+    const auto row_of = [](const RowResult& x) {
+        return FinishedRow{x.kl, static_cast<double>(x.lse1.high) + x.lse1.low,
+                           static_cast<double>(x.lse2.high) + x.lse2.low};
+    };
+    for (int i = 0; i < num; ++i) {
+        FinishedRow whole = row_of(states[i]);
+        for (int j = 1; j < num_states; ++j) whole = merge(whole, row_of(states[j * num + i]));
+        merged[i] = {static_cast<float>(whole.kl), split(whole.lse1), split(whole.lse2)};
+    }
+}
+
+// Rows as above, with given log-sum-exps, and what replace_lse makes of them: with a last column,
+// mass1.
+extern "C" void divide_finished(int num, const RowResult* rows, const float* given1,
+                                const float* given2, float scale1_error, float scale2_error,
+                                RowResult* results, float* mass1) {
+    for (int i = 0; i < num; ++i) {
+        const FinishedRow own = {rows[i].kl,
+                                 static_cast<double>(rows[i].lse1.high) + rows[i].lse1.low,
+                                 static_cast<double>(rows[i].lse2.high) + rows[i].lse2.low};
+        const bool is_given1 = given1 != nullptr, is_given2 = given2 != nullptr;
+        const GivenRow row =
+            divide_by(own, is_given1 ? with_error_of_scale(given1[i], scale1_error) : own.lse1,
+                      is_given2 ? with_error_of_scale(given2[i], scale2_error) : own.lse2);
+        results[i] = {static_cast<float>(row.kl),
+                      is_given1 ? split(row.lse1, given1[i]) : split(row.lse1),
+                      is_given2 ? split(row.lse2, given2[i]) : split(row.lse2)};
+        mass1[i] = static_cast<float>(row.mass1);
+    }
+}
+
+namespace {
+
+template <int kSide>
+void gradients_of(int num_rows, int num_keys, const float* x1, const float* x2, float scale1,
+                  float scale2, const RowResult* rows, const float* mass1, bool is_given1,
+                  bool is_given2, float* plain, float* weighted_ones) {
+    for (int i = 0; i < num_rows; ++i) {
+        const Log2Sum sum1 = to_log2(rows[i].lse1.high, rows[i].lse1.low),
+                      sum2 = to_log2(rows[i].lse2.high, rows[i].lse2.low);
+        const RowStatistics row =
+            given_statistics<kSide>(sum1, sum2, rows[i].kl, mass1[i], is_given1, is_given2);
+        const WeightedStatistics with_dkl = weighted<kSide>(row, mass1[i]);
+        for (int64 at = int64{i} * num_keys; at < int64{i + 1} * num_keys; ++at) {
+            plain[at] = mass1[i] * gradient_unit<kSide> *
+                        logit_gradient<kSide>(x1[at], x2[at], row, scale1, scale2);
+            weighted_ones[at] = weighted_gradient<kSide>(x1[at], x2[at], with_dkl, scale1, scale2);
+        }
+    }
+}
+
+}  // namespace
+
+// Logit gradients [num_rows][num_keys] of one side, with given log-sum-exps and dkl = 1: as the
+// portable kernels compute them, and as Hopper's do.
+extern "C" void given_gradients(int side, int num_rows, int num_keys, const float* x1,
+                                const float* x2, float scale1, float scale2, const RowResult* rows,
+                                const float* mass1, int is_given1, int is_given2, float* plain,
+                                float* weighted_ones) {
+    (side == 1 ? gradients_of<1> : gradients_of<2>)(num_rows, num_keys, x1, x2, scale1, scale2,
+                                                    rows, mass1, is_given1, is_given2, plain,
+                                                    weighted_ones);
 }
 
 extern "C" void nats_of(int num, const float* exponent, const float* log2_sum, FloatPair* nats) {

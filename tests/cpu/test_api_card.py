@@ -111,9 +111,14 @@ class Card:
             self.current.pop()
 
     def forward(
-        self, chosen: plan.ForwardPlan, problem: Problem, device_index: int
+        self,
+        chosen: plan.ForwardPlan,
+        problem: Problem,
+        device_index: int,
+        given: launch.GivenStrides,
     ) -> PretendedChain:
-        return PretendedChain(functools.partial(self.launch_forward, chosen, problem, device_index))
+        run = functools.partial(self.launch_forward, chosen, problem, device_index, given)
+        return PretendedChain(run)
 
     def backward(
         self, chosen: plan.BackwardPlan, problem: Problem, dkl: Strides, device_index: int
@@ -122,11 +127,48 @@ class Card:
             functools.partial(self.launch_backward, chosen, problem, dkl, device_index)
         )
 
+    def merge(self, chosen: plan.MergePlan, num_rows: int, device_index: int) -> PretendedChain:
+        return PretendedChain(functools.partial(self.launch_merge, chosen, num_rows, device_index))
+
+    def launch_merge(
+        self,
+        chosen: plan.MergePlan,
+        num_rows: int,
+        device_index: int,
+        pointers: dict[str, int],
+        workspace: int,
+        stream: int,
+    ) -> None:
+        assert self.current == [device_index]
+        assert workspace == 0
+        self.launched.append((chosen, num_rows, pointers, stream))
+        strides = Strides(num_rows, num_rows, 1)
+
+        def rows(name: str) -> np.ndarray:
+            if not pointers[name]:
+                return np.zeros(num_rows)
+            return read(pointers[name], (1, 1, num_rows, 1), strides, np.float32).ravel()
+
+        states = [
+            reference.ReferenceState(
+                rows(f"{i}.kl"),
+                rows(f"{i}.lse1") + rows(f"{i}.lse1_low"),
+                rows(f"{i}.lse2") + rows(f"{i}.lse2_low"),
+            )
+            for i in range(chosen.takes[-1][1])
+        ]
+        merged = reference.merge_states(*states)._asdict()
+        merged |= {name: np.full(num_rows, 0.25) for name in ("lse1_low", "lse2_low")}
+        for name, values in merged.items():
+            if pointers[name]:
+                read(pointers[name], (1, 1, num_rows, 1), strides, np.float32)[0, 0, :, 0] = values
+
     def launch_forward(
         self,
         chosen: plan.ForwardPlan,
         problem: Problem,
         device_index: int,
+        given: launch.GivenStrides,
         pointers: dict[str, int],
         workspace: int,
         stream: int,
@@ -136,9 +178,23 @@ class Card:
         if workspace:
             ctypes.memset(workspace, 0, chosen.workspace_bytes)
         self.launched.append((chosen, problem, pointers, stream))
-        state = reference.attention_kl(**self.inputs(problem, pointers), return_state=True)
+        sizes = (problem.batch, problem.num_heads, problem.num_queries, 1)
+        outside = {
+            f"lse{side}": read(pointers[f"given{side}"], sizes, strides, np.float32)[..., 0]
+            for side, strides in enumerate(given, 1)
+            if strides is not None
+        }
+        assert tuple(outside) == chosen.given
+        inputs = self.inputs(problem, pointers)
+        state: Any = reference.attention_kl(**inputs, **outside, return_state=True)
+        has_entropy = chosen.has_entropy
+        for kernel in chosen.kernels:
+            assert dict(kernel.template).get("kHasEntropy", has_entropy) == has_entropy
+        if has_entropy:
+            state = reference.attention_kl(**inputs, return_entropy=True)
         for name, values in state._asdict().items():
-            self.write_rows(problem, pointers[name], values)
+            if name != "given":
+                self.write_rows(problem, pointers[name], values)
         for name in ("lse1_low", "lse2_low"):
             self.write_rows(problem, pointers[name], np.full_like(state.kl, 0.25))
 
@@ -161,6 +217,10 @@ class Card:
             name: read(pointers[name], (*sizes, 1), problem.row, np.float32)[..., 0]
             for name in ("kl", "lse1", "lse2")
         }
+        state: Any = reference.ReferenceState(**rows)
+        if chosen.given:
+            mass1 = read(pointers["mass1"], (*sizes, 1), problem.row, np.float32)[..., 0]
+            state = reference.GivenState(*state, mass1, chosen.given)
         for name in ("lse1", "lse2"):
             if pointers[f"{name}_low"]:
                 low = read(pointers[f"{name}_low"], (*sizes, 1), problem.row, np.float32)[..., 0]
@@ -169,7 +229,7 @@ class Card:
         gradients = reference.attention_kl_backward(
             upstream,
             **self.inputs(problem, pointers),
-            state=reference.ReferenceState(**rows),
+            state=state,
             wrt=INPUTS,
         )
         for name, values in zip(INPUTS, gradients, strict=True):
@@ -222,6 +282,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     monkeypatch.setattr(launch, "device_facts", lambda index: FACTS)
     monkeypatch.setattr(launch, "forward", pretended.forward)
     monkeypatch.setattr(launch, "backward", pretended.backward)
+    monkeypatch.setattr(launch, "merge", pretended.merge)
     monkeypatch.setattr(jit, "is_loaded", lambda *slot: pretended.loaded)
 
     def counted(function: Any) -> Any:
@@ -235,10 +296,12 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     monkeypatch.setattr(plan, "backward", counted(plan.backward))
     api.prepare_forward.cache_clear()
     api.prepare_backward.cache_clear()
+    api.prepare_merge.cache_clear()
     yield pretended
     # The plans of this test hold its pretended launches.
     api.prepare_forward.cache_clear()
     api.prepare_backward.cache_clear()
+    api.prepare_merge.cache_clear()
 
 
 def random_inputs(
@@ -318,6 +381,135 @@ def test_unaligned_views_take_another_plan(card: Card, rng: np.random.Generator)
     np.testing.assert_array_equal(kl.host, reference.attention_kl(**inputs).astype(np.float32))
     assert not card.launched[-1][1].aligned
     assert "guarded" in card.launched[-1][0].name
+
+
+@pytest.mark.parametrize("given", [("lse1",), ("lse2",), ("lse1", "lse2")], ids=str)
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+@pytest.mark.parametrize("mask", [{"causal": True}, {"window": (2, 1), "q_offset": -1}], ids=str)
+def test_given_log_sum_exps(
+    card: Card,
+    mask: dict[str, Any],
+    layout: str,
+    given: tuple[str, ...],
+    rng: np.random.Generator,
+) -> None:
+    inputs = random_inputs(rng, layout=layout)
+    options: dict[str, Any] = {**mask, "layout": layout}
+    rows = inputs["q1"].shape[:-1]
+    # Of any strides, 0 among them.
+    lse = {
+        "lse1": np.ascontiguousarray(rng.random(rows[::-1]).astype(np.float32)).T,
+        "lse2": np.broadcast_to(np.float32(2.5), rows),
+    }
+    outside = {name: lse[name] for name in given}
+    arrays = on_card(inputs) | on_card(outside)
+    expected = reference.attention_kl(**inputs, **outside, **options, return_state=True)
+    assert isinstance(expected, reference.GivenState)
+
+    kl = skl.attention_kl(**arrays, **options)
+    np.testing.assert_array_equal(kl.host, expected.kl.astype(np.float32))
+    assert card.library.allocated[0] == (rows, "float32", DEVICE)
+    chosen = card.launched[-1][0]
+    assert card.library.allocated[1:] == [((chosen.workspace_bytes,), "uint8", DEVICE)]
+    state = skl.attention_kl(**arrays, **options, return_state=True)
+    assert state.given == given
+    for name in ("kl", "lse1", "lse2", "mass1"):
+        exact = getattr(expected, name).astype(np.float32)
+        np.testing.assert_array_equal(getattr(state, name).host, exact)
+
+    dkl = rng.standard_normal(rows).astype(np.float32)
+    arrays = on_card(inputs)
+    gradients = skl.attention_kl_backward(
+        CardArray(dkl), **arrays, state=state, wrt=INPUTS, **options
+    )
+    rounded = reference.GivenState(
+        *(getattr(state, name).host for name in ("kl", "lse1", "lse2", "mass1")), given
+    )
+    exact = reference.attention_kl_backward(dkl, **inputs, state=rounded, wrt=INPUTS, **options)
+    for got, gradient in zip(gradients, exact, strict=True):
+        np.testing.assert_array_equal(got.host, gradient.astype(ml_dtypes.bfloat16))
+    assert "_given_" in card.launched[-1][0].name
+    assert ("_window_" in card.launched[-1][0].name) == ("window" in mask)
+
+    out = skl.KLState(
+        *(CardArray(np.full(rows, np.nan, np.float32)) for _ in range(3)),
+        mass1=CardArray(np.full(rows, np.nan, np.float32)),
+        given=given,
+    )
+    again = skl.attention_kl(**arrays, **on_card(outside), **options, return_state=True, out=out)
+    assert again is out
+    np.testing.assert_array_equal(out.mass1.host, state.mass1.host)
+    with pytest.raises(ValueError, match=r"^out: expected a KLState with given="):
+        skl.attention_kl(**arrays, **options, return_state=True, out=out)
+
+
+@pytest.mark.parametrize("lengths", [(5, 7), (2, 4000)], ids=["plain", "splits"])
+@pytest.mark.parametrize("mask", [{}, {"window": (3000, 0), "q_offset": 3}], ids=str)
+def test_entropies(
+    card: Card, mask: dict[str, Any], lengths: tuple[int, int], rng: np.random.Generator
+) -> None:
+    inputs = random_inputs(rng, lengths=lengths)
+    arrays = on_card(inputs)
+    rows = inputs["q1"].shape[:-1]
+    if mask and lengths[1] == 4000:
+        mask = mask | {"q_offset": 3500}
+    expected = reference.attention_kl(**inputs, **mask, return_entropy=True)
+    state = skl.attention_kl(**arrays, **mask, return_entropy=True)
+    names = ("kl", "lse1", "lse2", "entropy", "cross_entropy")
+    for name in names:
+        exact = getattr(expected, name).astype(np.float32)
+        np.testing.assert_array_equal(getattr(state, name).host, exact)
+    chosen = card.launched[-1][0]
+    assert all(dict(k.template).get("kIsWindow", bool(mask)) == bool(mask) for k in chosen.kernels)
+    assert (chosen.num_splits > 1) == (lengths[1] == 4000)
+    if chosen.num_splits > 1:
+        assert chosen.workspace_bytes == 24 * chosen.num_splits * 2 * 4 * 2
+    assert card.library.allocated[:7] == [(rows, "float32", DEVICE)] * 7
+    # The backward does without them.
+    dkl = CardArray(np.ones(rows, np.float32))
+    skl.attention_kl_backward(dkl, **arrays, state=state, **mask)
+    assert card.launched[-1][2]["entropy"] == 0
+
+    poison = [CardArray(np.full(rows, np.nan, np.float32)) for _ in names]
+    out = skl.KLState(**dict(zip(names, poison, strict=True)))
+    assert skl.attention_kl(**arrays, **mask, return_entropy=True, out=out) is out
+    np.testing.assert_array_equal(out.entropy.host, state.entropy.host)
+
+
+@pytest.mark.parametrize("num_states", [1, 2, 11])
+def test_merged_states(card: Card, num_states: int, rng: np.random.Generator) -> None:
+    parts = [
+        reference.ReferenceState(*rng.standard_normal((3, 2, 4, 5)).astype(np.float32))
+        for _ in range(num_states)
+    ]
+    low = np.full((2, 4, 5), 0.5, np.float32)
+    states = [skl.KLState(*map(CardArray, part), None, CardArray(low)) for part in parts]
+    exact = reference.merge_states(*(part._replace(lse2=part.lse2 + 0.5) for part in parts))
+    merged = skl.merge_states(*states)
+    for name in ("kl", "lse1", "lse2"):
+        expected = getattr(exact, name).astype(np.float32)
+        np.testing.assert_array_equal(getattr(merged, name).host, expected)
+    assert (merged.lse1_low.host == 0.25).all()
+    assert card.library.allocated == [((2, 4, 5), "float32", DEVICE)] * 5
+    assert card.library.settled == [STREAM + DEVICE]
+
+    out = skl.KLState(*(CardArray(np.full((2, 4, 5), np.nan, np.float32)) for _ in range(3)))
+    assert skl.merge_states(*states, out=out) is out
+    np.testing.assert_array_equal(out.kl.host, merged.kl.host)
+    assert card.launched[-1][2]["lse1_low"] == 0
+    assert len(card.library.allocated) == 5
+
+
+def test_merged_states_of_other_dtypes_or_devices_are_refused(card: Card) -> None:
+    rows = np.zeros(5, np.float32)
+    state = skl.KLState(*(CardArray(rows) for _ in range(3)))
+    elsewhere = skl.KLState(*(CardArray(rows, DEVICE + 1) for _ in range(3)))
+    with pytest.raises(ValueError, match=r"^states\[1\]\.kl: expected an array on cuda:3 like "):
+        skl.merge_states(state, elsewhere)
+    wide = skl.KLState(*(CardArray(rows.astype(np.float64)) for _ in range(3)))
+    with pytest.raises(TypeError, match=r"^states\[0\]\.kl: expected float32, got float64"):
+        skl.merge_states(wide)
+    assert card.launched == []
 
 
 @pytest.mark.parametrize("wrt", [("q1",), ("k2",), ("k1", "q2")])
@@ -534,7 +726,7 @@ class TestWarmup:
 
     @pytest.mark.parametrize("wrt", [("q2", "k2"), ("q2",), ("k1",), ("k2", "q1"), INPUTS], ids=str)
     def test_every_plan_with_these_head_dims_finds_its_kernels(self, wrt: tuple[str, ...]) -> None:
-        skl.warmup(64, 128, wrt=wrt, unaligned=True, windowed=True, arch="sm_80")
+        skl.warmup(64, 128, wrt=wrt, unaligned=True, windowed=True, entropy=True, arch="sm_80")
         built = {(kernel, template) for kernel, template, _ in self.built}
         assert len(built) == len(self.built)
         facts = plan.device_facts("sm_80")
@@ -543,6 +735,9 @@ class TestWarmup:
                 for pointer, window in itertools.product((256, 258), (None, (10, 0), (5000, 7))):
                     problem = self.problem(num_queries, num_keys, pointer, window)
                     plans: list[Any] = [plan.forward(problem, facts)]
+                    plans.append(plan.forward(problem, facts, given=("lse1",)))
+                    plans.append(plan.forward(problem, facts, has_entropy=True))
+                    plans.append(plan.merge(problem.num_rows, 20, facts))
                     for strategy in ("auto", "fused", "separate"):
                         plans.append(plan.backward(problem, facts, wrt, strategy=strategy))
                     plans.append(plan.backward(problem, facts, wrt, deterministic=True))
@@ -570,10 +765,20 @@ class TestWarmup:
             kernel for kernel, template in plain if ("kIsWindow", False) in template
         }
 
+    def test_entropies_of_windows_too(self) -> None:
+        names = skl.warmup(64, 64, backward=False, windowed=True, entropy=True, arch="sm_80")
+        assert any(name.endswith("_window_entropy") for name in names)
+        of_both = {
+            k for k, t, _ in self.built if {("kIsWindow", True), ("kHasEntropy", True)} <= {*t}
+        }
+        assert of_both == {"forward_sm80"}
+
     def test_without_a_card_it_builds_only(self) -> None:
         names = skl.warmup(32, 32, "float16", backward=False, arch="sm_80")
         assert self.loaded == []
-        assert {kernel for kernel, _, _ in self.built} == {"forward_sm80", "reduce_splits"}
+        kernels = {"forward_sm80", "reduce_splits", "merge_states", "replace_lse"}
+        assert {kernel for kernel, _, _ in self.built} == kernels
+        assert not any(dict(template).get("kHasEntropy") for _, template, _ in self.built)
         assert {arch for _, _, arch in self.built} == {"sm_80"}
         assert all("guarded" not in name for name in names)
         assert len(set(names)) == len(names) >= len(plan.ROW_CLASSES)

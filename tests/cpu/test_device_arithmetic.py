@@ -408,6 +408,249 @@ def test_any_split_in_any_order_is_the_whole(
         )
 
 
+def merge_finished(library: ctypes.CDLL, parts: np.ndarray) -> np.ndarray:
+    """Finished rows [parts, rows, 5] as one, in this order."""
+    merged = np.empty_like(parts[0])
+    library.merge_finished(
+        len(parts), len(parts[0]), pointer(np.ascontiguousarray(parts)), pointer(merged)
+    )
+    return merged
+
+
+@many(max_examples=60)
+@given(
+    seed=SEEDS,
+    shape=st.sampled_from(SHAPES),
+    num_keys=st.integers(1, 300),
+    spread=st.floats(0, 200),
+    noise=st.sampled_from((0.0, 1e-3, 1.0)),
+    num_parts=st.integers(1, 20),
+    num_empty=st.integers(0, 3),
+)
+@example(
+    seed=0, shape="offset", num_keys=300, spread=0, noise=1e-3, num_parts=9, num_empty=1
+)  # kl of 1e-6 under logits of 1000
+def test_finished_rows_merge_to_the_whole(
+    library: ctypes.CDLL,
+    seed: int,
+    shape: str,
+    num_keys: int,
+    spread: float,
+    noise: float,
+    num_parts: int,
+    num_empty: int,
+) -> None:
+    rng = np.random.default_rng(seed)
+    logits = draw_logits(seed, shape, num_keys, spread, noise, masked=0.3)
+    parts = [finish(library, empty_states(library, NUM_ROWS))] * num_empty
+    ends = np.sort(rng.integers(num_keys + 1, size=num_parts - 1))
+    for keys in np.split(rng.permutation(num_keys), ends):
+        x1, x2, visible = (x[:, keys] for x in (logits.x1, logits.x2, logits.visible))
+        if len(keys):
+            parts.append(results_of(library, Logits(x1, x2, visible)))
+    rng.shuffle(parts)
+    ours, ref, whole = (
+        merge_finished(library, np.stack(parts)),
+        exact(logits),
+        results_of(library, logits),
+    )
+    is_empty = ~logits.visible.any(axis=1)
+    assert (ours[is_empty] == [0, -np.inf, 0, -np.inf, 0]).all()
+    ours, ref, whole = ours[~is_empty], ref[~is_empty], whole[~is_empty]
+    # Each part is off by as little as a small KL of the forward may be, and the merge adds nothing.
+    np.testing.assert_allclose(ours[:, KL], ref[:, 0], rtol=16 * EPSILON, atol=64 * EPSILON)
+    for i, lse, low in ((1, LSE1, LSE1_LOW), (2, LSE2, LSE2_LOW)):
+        np.testing.assert_allclose(ours[:, lse], ref[:, i], rtol=4 * EPSILON, atol=64 * EPSILON)
+        both = [x[:, lse].astype(np.float64) + x[:, low] for x in (ours, whole)]
+        np.testing.assert_allclose(*both, rtol=0, atol=64 * EPSILON)
+    if noise == 0 and shape != "far apart":
+        # One key alone leaves what the device sets to zero when it writes the row.
+        np.testing.assert_allclose(ours[:, KL], 0, atol=4 * EPSILON)
+
+
+def test_finished_rows_without_keys(library: ctypes.CDLL) -> None:
+    logits = draw_logits(1, "random", 100, 0, 1)
+    rows, empty = results_of(library, logits), finish(library, empty_states(library, NUM_ROWS))
+    for parts in ([rows, empty], [empty, rows], [rows], [empty, rows, empty]):
+        np.testing.assert_array_equal(merge_finished(library, np.stack(parts)), rows)
+    for value in (np.nan, np.inf):
+        for column in (KL, LSE1, LSE2):
+            broken = rows.copy()
+            broken[3, column] = value
+            merged = merge_finished(library, np.stack([rows, broken, empty]))
+            assert (np.isfinite(merged[:, KL]) == (np.arange(NUM_ROWS) != 3)).all()
+
+
+@many(max_examples=60)
+@given(
+    seed=SEEDS,
+    shape=st.sampled_from(SHAPES),
+    num_chunks=st.integers(1, 12),
+    num_threads=st.integers(1, 4),
+    spread=st.floats(0, 200),
+    masked=st.sampled_from((0.0, 0.5, 1.0)),
+)
+def test_entropy(
+    library: ctypes.CDLL,
+    seed: int,
+    shape: str,
+    num_chunks: int,
+    num_threads: int,
+    spread: float,
+    masked: float,
+) -> None:
+    places = num_threads * num_chunks * 8
+    logits = draw_logits(seed, shape, places, spread, 1, masked)
+    scale = np.float32(launch.LOG2_E)
+    arrays = []
+    for x in (logits.x1, logits.x2):
+        x = np.where(logits.visible, x, np.float32(launch.MASKED_LOGIT / scale))[:2]
+        shaped = x.reshape(2, num_threads, num_chunks, 8).transpose(1, 2, 0, 3)
+        arrays.append(np.ascontiguousarray(shaped))
+    entropy, plain = np.empty(2, np.float32), np.empty((2, 5), np.float32)
+    library.entropy_of_rows(
+        num_threads,
+        num_chunks,
+        *map(pointer, arrays),
+        ctypes.c_float(scale),
+        ctypes.c_float(scale),
+        pointer(entropy),
+        pointer(plain),
+    )
+    # The other sums are what they are without it.
+    chunks = [x.reshape(num_threads, num_chunks, 16) for x in arrays]
+    states = empty_states(library, num_threads, 2)
+    assert library.update_states(
+        2, 8, num_threads, num_chunks, *map(pointer, chunks), ctypes.c_float(scale),
+        ctypes.c_float(scale), pointer(states),
+    )  # fmt: skip
+    alone = empty_states(library, 2)
+    for thread in states:
+        alone = merge(library, alone, thread)
+    np.testing.assert_array_equal(plain, alone)
+    exact = []
+    for x, visible in zip(logits.x1[:2], logits.visible[:2], strict=True):
+        seen = x[visible].astype(np.float64)
+        log_p = seen - np.logaddexp.reduce(seen) if len(seen) else seen
+        exact.append(-(np.exp(log_p) * log_p).sum())
+    # A difference of two numbers of the size of the logits above the reference exponent.
+    np.testing.assert_allclose(entropy, exact, rtol=16 * EPSILON, atol=64 * EPSILON)
+
+
+GIVEN = st.sampled_from((("lse1",), ("lse2",), ("lse1", "lse2")))
+
+
+@many(max_examples=60)
+@given(
+    seed=SEEDS,
+    shape=st.sampled_from(SHAPES),
+    num_keys=st.integers(1, 100),
+    spread=st.floats(0, 60),
+    names=GIVEN,
+    # Of the given log-sum-exps over the rows' own: fewer keys than here, a few more, very many.
+    above=st.sampled_from((-1.0, 0.5, 20.0, 60.0)),
+)
+def test_given_log_sum_exps(
+    library: ctypes.CDLL,
+    seed: int,
+    shape: str,
+    num_keys: int,
+    spread: float,
+    names: tuple[str, ...],
+    above: float,
+) -> None:
+    logits = draw_logits(seed, shape, num_keys, spread, 1)
+    rng = np.random.default_rng(seed)
+    rows, own = results_of(library, logits), exact(logits)
+    lse = {
+        name: (own[:, 1 + i] + above + rng.random(NUM_ROWS)).astype(np.float32)
+        for i, name in enumerate(("lse1", "lse2"))
+        if name in names
+    }
+    addresses = [pointer(lse[name]) if name in lse else None for name in ("lse1", "lse2")]
+    results, mass1 = np.empty_like(rows), np.empty(NUM_ROWS, np.float32)
+    error = ctypes.c_float(launch._log2_scale_error(1.0))
+    library.divide_finished(
+        NUM_ROWS, pointer(rows), *addresses, error, error, pointer(results), pointer(mass1)
+    )
+    one = np.ones((NUM_ROWS, 1, 1))
+    arrays = (one, logits.x1[..., None], one, logits.x2[..., None])
+    outer = {name: values[:, None] for name, values in lse.items()}
+    state = reference.attention_kl(*arrays, **outer, return_state=True)
+    assert isinstance(state, reference.GivenState)
+    # Each log-sum-exp is off by a few steps of its sum, and with it all that is divided by it.
+    off = 64 * EPSILON
+    np.testing.assert_allclose(mass1, state.mass1[:, 0], rtol=off, atol=1e-38)
+    size = state.mass1 * (1 + np.abs(own[:, 1:2] - state.lse1) + np.abs(own[:, 2:] - state.lse2))
+    np.testing.assert_allclose(
+        results[:, KL], state.kl[:, 0], rtol=off, atol=off * size.max() + 1e-38
+    )
+    for name, column in (("lse1", LSE1), ("lse2", LSE2)):
+        if name in lse:
+            np.testing.assert_array_equal(results[:, column], lse[name])
+            assert (np.abs(results[:, column + 1]) <= np.spacing(np.abs(lse[name]))).all()
+        else:
+            np.testing.assert_array_equal(results[:, column], rows[:, column])
+
+    for side in (1, 2):
+        found = np.empty((2, NUM_ROWS, num_keys), np.float32)
+        library.given_gradients(
+            side,
+            NUM_ROWS,
+            num_keys,
+            pointer(logits.x1),
+            pointer(logits.x2),
+            ctypes.c_float(launch.LOG2_E),
+            ctypes.c_float(launch.LOG2_E),
+            pointer(results),
+            pointer(mass1),
+            int("lse1" in names),
+            int("lse2" in names),
+            pointer(found[0]),
+            pointer(found[1]),
+        )
+        # One query whose component is 1: the gradient of a key is that of its logit.
+        (ref,) = reference.attention_kl_backward(
+            np.ones((NUM_ROWS, 1)), *arrays, state, wrt=(f"k{side}",)
+        )
+        # A bracket is a difference of logits, less one of log-sum-exps and what is constant.
+        bracket = 4 + np.abs(logits.x1 - logits.x2) + np.abs(state.lse1 - state.lse2)
+        bound = state.mass1 * (1 if side == 2 else bracket)
+        # The scale in base 2 is off by half a step, and with it the logits.
+        bound = bound * (1 + np.abs(logits.x1 - state.lse1) + np.abs(logits.x2 - state.lse2))
+        for form in found:
+            assert (np.abs(form - ref[..., 0]) <= 16 * EPSILON * bound + 1e-36).all()
+
+
+def test_rows_without_keys_or_numbers_keep_what_they_have(library: ctypes.CDLL) -> None:
+    rows = results_of(library, draw_logits(1, "random", 20, 0, 1))
+    rows[3] = finish(library, empty_states(library, 1))[0]
+    rows[5, KL] = rows[5, LSE2] = np.nan
+    rows[7, KL] = rows[7, LSE1] = np.nan
+    given = np.full(NUM_ROWS, 9, np.float32)
+    results, mass1 = np.empty_like(rows), np.empty(NUM_ROWS, np.float32)
+    addresses, nothing = [pointer(given)] * 2, [ctypes.c_float(0)] * 2
+    library.divide_finished(
+        NUM_ROWS, pointer(rows), *addresses, *nothing, pointer(results), pointer(mass1)
+    )
+    np.testing.assert_array_equal(results[3], rows[3])
+    assert mass1[3] == 0
+    assert np.isnan(results[[5, 7], KL]).all()
+    assert np.isnan(results[5, LSE2])
+    assert np.isnan(results[7, LSE1])
+    x = np.zeros((NUM_ROWS, 4), np.float32)
+    for side in (1, 2):
+        found = np.empty((2, NUM_ROWS, 4), np.float32)
+        one = ctypes.c_float(1)
+        library.given_gradients(
+            side, NUM_ROWS, 4, pointer(x), pointer(x), one, one, pointer(results), pointer(mass1),
+            1, 1, pointer(found[0]), pointer(found[1]),
+        )  # fmt: skip
+        broken = np.isin(np.arange(NUM_ROWS), (5, 7))
+        assert (np.isnan(found).all(axis=(0, 2)) == broken).all()
+        assert (found[:, 3] == 0).all()
+
+
 def test_empty_states(library: ctypes.CDLL) -> None:
     empty = empty_states(library, NUM_ROWS)
     assert (finish(library, empty) == [0, -np.inf, 0, -np.inf, 0]).all()

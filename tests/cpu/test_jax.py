@@ -180,6 +180,133 @@ def test_gradients_against_finite_differences(
         assert float((gradient * direction).sum()) == pytest.approx(measured, rel=1e-6, abs=1e-9)
 
 
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+@pytest.mark.parametrize("mask", [{"causal": True}, {"window": (2, 1), "q_offset": -1}], ids=str)
+def test_entropies(
+    mask: dict[str, Any], layout: str, return_lse: bool, x64: None, rng: np.random.Generator
+) -> None:
+    inputs = problem_in(rng, "float64", batch=2, heads=2)
+    if layout == "bnhd":
+        inputs = [x.swapaxes(1, 2) for x in inputs]
+    options = {**mask, "layout": layout}
+    exact = reference.attention_kl(*map(np.asarray, inputs), **options, return_entropy=True)
+    names = ("lse1", "lse2") * return_lse + ("entropy", "cross_entropy")
+
+    def loss(*x: Any) -> Any:
+        kl, *rows = attention_kl(*x, **options, return_lse=return_lse, return_entropy=True)
+        # Nothing comes back through the others.
+        return kl.sum() + sum(row.sum() for row in rows), rows
+
+    gradients, rows = jax.jit(jax.grad(loss, (0, 1, 2, 3), has_aux=True))(*inputs)
+    for name, row in zip(names, rows, strict=True):
+        np.testing.assert_array_equal(row, getattr(exact, name))
+    plain = jax.grad(lambda *x: attention_kl(*x, **options).sum(), (0, 1, 2, 3))(*inputs)
+    for one, other in zip(gradients, plain, strict=True):
+        np.testing.assert_array_equal(one, other)
+    with pytest.raises(
+        ValueError, match=r"^return_entropy: expected False with given log-sum-exps"
+    ):
+        attention_kl(*inputs, lse2=rows[0], return_entropy=True)
+
+
+GIVEN = (("lse1",), ("lse2",), ("lse1", "lse2"))
+
+
+def draw_lse(
+    rng: np.random.Generator, inputs: list[Any], given: tuple[str, ...], dtype: str
+) -> list[Any]:
+    return [jnp.asarray(rng.uniform(2, 3, inputs[0].shape[:-1]), dtype) for _ in given]
+
+
+@pytest.mark.parametrize("given", GIVEN, ids="_".join)
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+@pytest.mark.parametrize("mask", [{"causal": True}, {"window": (2, 1), "q_offset": -1}], ids=str)
+def test_given_log_sum_exps(
+    given: tuple[str, ...],
+    layout: str,
+    mask: dict[str, Any],
+    x64: None,
+    rng: np.random.Generator,
+) -> None:
+    inputs = problem_in(rng, "float64", batch=2, heads=2, key_heads2=1)
+    if layout == "bnhd":
+        inputs = [x.swapaxes(1, 2) for x in inputs]
+    lse = draw_lse(rng, inputs, given, "float64")
+    options = {**mask, "layout": layout}
+    exact = reference.attention_kl(
+        *map(np.asarray, inputs), **dict(zip(given, lse, strict=True)), **options, return_state=True
+    )
+    named = dict(zip(given, lse, strict=True))
+    for ours, theirs in zip(
+        attention_kl(*inputs, **named, **options, return_lse=True), exact, strict=False
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+
+    def loss(*arguments: Any) -> Any:
+        outer = dict(zip(given, arguments[4:], strict=True))
+        return attention_kl(*arguments[:4], **outer, **options, reduction="sum")
+
+    arguments = [*inputs, *lse]
+    gradients = jax.jit(jax.grad(loss, argnums=tuple(range(len(arguments)))))(*arguments)
+    step = 1e-5
+    for position, gradient in enumerate(gradients):
+        direction = jnp.asarray(rng.normal(size=arguments[position].shape))
+        sides = []
+        for sign in (1, -1):
+            moved = arguments[position] + sign * step * direction
+            sides.append(loss(*arguments[:position], moved, *arguments[position + 1 :]))
+        measured = float(sides[0] - sides[1]) / (2 * step)
+        assert float((gradient * direction).sum()) == pytest.approx(measured, rel=1e-6, abs=1e-9)
+
+
+def test_given_ones_that_are_stopped_cost_nothing(rng: np.random.Generator) -> None:
+    inputs = problem_in(rng, "float32")
+    (lse1,) = draw_lse(rng, inputs, ("lse1",), "bfloat16")
+
+    def loss(q2: Any, lse1: Any) -> Any:
+        return attention_kl(*inputs[:2], q2, inputs[3], lse1=lse1, reduction="sum")
+
+    assert backward_of(jax.grad(loss), inputs[2], lse1) == [("q2",)]
+    # Its own gradient comes of the rows alone.
+    assert backward_of(jax.grad(loss, 1), inputs[2], lse1) == []
+    gradient = jax.grad(loss, 1)(inputs[2], lse1)
+    assert (gradient.dtype, gradient.shape) == (jnp.bfloat16, lse1.shape)
+    with pytest.raises(NotImplementedError, match="has first derivatives only"):
+        jax.grad(lambda x: jax.grad(loss, 1)(inputs[2], x).sum())(lse1)
+
+
+@pytest.mark.parametrize("given", GIVEN, ids="_".join)
+def test_given_ones_under_vmap(given: tuple[str, ...], rng: np.random.Generator) -> None:
+    inputs = problem_in(rng, "float32")
+    lse = draw_lse(rng, [jnp.stack([inputs[0]] * 3)], given, "float32")
+
+    def gradients(*x: Any) -> Any:
+        return jax.grad(
+            lambda *x: attention_kl(*x[:4], **dict(zip(given, x[4:], strict=True))).sum(),
+            argnums=tuple(range(4 + len(given))),
+        )(*x)
+
+    axes = (None,) * 4 + (0,) * len(given)
+    ours = jax.vmap(gradients, axes)(*inputs, *lse)
+    for i in range(3):
+        each = gradients(*inputs, *(x[i] for x in lse))
+        for one, other in zip(ours, each, strict=True):
+            np.testing.assert_allclose(one[i], other, rtol=1e-5, atol=1e-6)
+
+
+def test_given_ones_that_do_not_fit(rng: np.random.Generator) -> None:
+    inputs = problem_in(rng, "float32")
+    rows = inputs[0].shape[:-1]
+    for lse, error, text in (
+        (1.0, TypeError, r"^lse2: expected an array of JAX or NumPy, got builtins.float"),
+        (jnp.zeros(rows[:-1]), ValueError, r"^lse2: expected the shape of q1 without its last"),
+        (jnp.zeros(rows, "int32"), TypeError, r"^lse2: expected bfloat16, float16, float32"),
+    ):
+        with pytest.raises(error, match=text):
+            attention_kl(*inputs, lse2=lse)
+
+
 @pytest.mark.parametrize("wrt", SUBSETS, ids="_".join)
 def test_only_the_gradients_wanted_are_computed(
     wrt: tuple[str, ...], rng: np.random.Generator
@@ -733,13 +860,26 @@ class Card:
         self.prepared: list[Prepared] = []
         self.launched: list[Any] = []
 
-    def forward(self, problem: Problem, index: int, *_: Any) -> Prepared:
+    def forward(
+        self,
+        problem: Problem,
+        index: int,
+        force: str | None,
+        override: object,
+        given: Any,
+        has_entropy: bool,
+    ) -> Prepared:
         check_gpu(problem)
-        chosen = plan.forward(problem, FACTS)
+        assert set(given) <= {None, problem.row}
+        names = tuple(f"lse{side}" for side, of in enumerate(given, 1) if of is not None)
+        chosen = plan.forward(problem, FACTS, given=names, has_entropy=has_entropy)
 
         def launch(pointers: dict[str, int]) -> None:
-            state = reference.attention_kl(**self.inputs(problem, pointers), return_state=True)
-            rows = {"kl": state.kl, "lse1": state.lse1, "lse2": state.lse2}
+            outer = {name: self.rows(problem, pointers[f"given{name[3]}"]) for name in names}
+            inputs = self.inputs(problem, pointers)
+            wanted = "return_entropy" if has_entropy else "return_state"
+            state: Any = reference.attention_kl(**inputs, **outer, **{wanted: True})
+            rows = {n: x for n, x in state._asdict().items() if n != "given"}
             rows |= {"lse1_low": np.full_like(state.kl, 0.25)}
             rows |= {"lse2_low": np.full_like(state.kl, -0.25)}
             for name, values in rows.items():
@@ -758,11 +898,18 @@ class Card:
         strategy: str,
         deterministic: bool,
         dkl: Strides,
+        given: tuple[str, ...],
     ) -> Prepared:
         check_gpu(problem)
         assert dkl == problem.row
         chosen = plan.backward(
-            problem, FACTS, wrt, strategy=strategy, deterministic=deterministic, force=force
+            problem,
+            FACTS,
+            wrt,
+            strategy=strategy,
+            deterministic=deterministic,
+            force=force,
+            given=given,
         )
 
         def launch(pointers: dict[str, int]) -> None:
@@ -772,7 +919,10 @@ class Card:
             assert (rows["lse2_low"] == -0.25).all()
             assert wrt == tuple(name for name in INPUTS if pointers["d" + name])
             inputs = self.inputs(problem, pointers)
-            state = reference.ReferenceState(rows["kl"], rows["lse1"], rows["lse2"])
+            state: Any = reference.ReferenceState(rows["kl"], rows["lse1"], rows["lse2"])
+            if given:
+                mass1 = self.rows(problem, pointers["mass1"])
+                state = reference.GivenState(*state, mass1, given)
             gradients = reference.attention_kl_backward(rows["dkl"], **inputs, state=state, wrt=wrt)
             for name, gradient in zip(wrt, gradients, strict=True):
                 strides, dtype = gradient_strides(problem, name), inputs[name].dtype
@@ -915,3 +1065,55 @@ def test_only_a_card_refuses_it(card: Card, rng: np.random.Generator) -> None:
     with pytest.raises(ValueError, match=r"scale2: expected a magnitude below 2\.3e38"):
         attention_kl(*problem_in(rng, "bfloat16"), scale2=1e39)
     assert card.launched == []
+
+
+@pytest.mark.parametrize("given", GIVEN, ids="_".join)
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+def test_given_on_a_card(
+    given: tuple[str, ...], layout: str, card: Card, rng: np.random.Generator
+) -> None:
+    host = draw(rng, batch=2, heads=4, num_queries=80, num_keys=90)
+    if layout == "bnhd":
+        host = {name: x.swapaxes(1, 2) for name, x in host.items()}
+    inputs = [jnp.asarray(host[name], "bfloat16") for name in INPUTS]
+    lse = draw_lse(rng, inputs, given, "float32")
+
+    def weighted(*x: Any) -> Any:
+        outer = dict(zip(given, x[4:], strict=True))
+        kl = attention_kl(*x[:4], **outer, causal=True, layout=layout)
+        return (kl * host["dkl"]).sum(), kl
+
+    everything = tuple(range(4 + len(given)))
+    (_, kl), gradients = jax.value_and_grad(weighted, everything, has_aux=True)(*inputs, *lse)
+    arrays = {name: np.asarray(x) for name, x in zip(INPUTS, inputs, strict=True)}
+    outer = {name: np.asarray(x) for name, x in zip(given, lse, strict=True)}
+    options = {"causal": True, "layout": layout}
+    state = reference.attention_kl(**arrays, **outer, **options, return_state=True)
+    assert isinstance(state, reference.GivenState)
+    np.testing.assert_allclose(kl, state.kl, rtol=1e-6)
+    expected = reference.attention_kl_backward(
+        host["dkl"], **arrays, state=state, wrt=INPUTS, **options
+    )
+    expected += tuple(
+        host["dkl"] * (state.mass1 if name == "lse2" else -(state.kl + state.mass1))
+        for name in given
+    )
+    for ours, exact in zip(gradients, expected, strict=True):
+        size = np.abs(exact).max()
+        np.testing.assert_allclose(np.asarray(ours, np.float64), exact, atol=size * 2.0**-7)
+    assert all("_given_" in chosen.name for chosen in card.launched)
+    with pytest.raises(TypeError, match="expected float32, got bfloat16; cast it to float32"):
+        weighted(*inputs, *(x.astype("bfloat16") for x in lse))
+
+
+def test_entropies_on_a_card(card: Card, rng: np.random.Generator) -> None:
+    host = draw(rng, batch=2, heads=4, num_queries=80, num_keys=90)
+    inputs = [jnp.asarray(host[name], "bfloat16") for name in INPUTS]
+    arrays = {name: np.asarray(x) for name, x in zip(INPUTS, inputs, strict=True)}
+    exact = reference.attention_kl(**arrays, return_entropy=True)
+    results = attention_kl(*inputs, return_lse=True, return_entropy=True)
+    for ours, theirs in zip(results, exact, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+    (gradient,) = jax.grad(lambda *x: attention_kl(*x, return_entropy=True)[0].sum(), (3,))(*inputs)
+    assert gradient.dtype == jnp.bfloat16
+    assert [chosen.has_entropy for chosen in card.launched[:2]] == [True, True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -49,6 +50,10 @@ def state(**changes: Any) -> Any:
 def backward(**changes: Any) -> Callable[[], Any]:
     arguments = {"dkl": zeros(2, 4, 5), "state": state()}
     return lambda: skl.attention_kl_backward(**inputs(**arguments | changes))
+
+
+def double_rows() -> dict[str, Any]:
+    return {name: np.zeros((2, 4, 5)) for name in ("kl", "lse1", "lse2")}
 
 
 def readonly(array: np.ndarray) -> np.ndarray:
@@ -411,6 +416,113 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "out[1]: expected the shape of the result, (2, 4, 7, 6), got (2, 4, 5, 6); allocate it in "
         "that shape.",
     ),
+    # Given log-sum-exps.
+    "given shape": (
+        forward(lse1=zeros(2, 4, 6)),
+        ValueError,
+        "lse1: expected the shape of q1 without its last axis, (2, 4, 5), got (2, 4, 6); pass one "
+        "value a query row.",
+    ),
+    "given dtype": (
+        forward(lse2=np.zeros((2, 4, 5), int)),
+        TypeError,
+        "lse2: expected bfloat16, float16, float32 or float64, got int64; cast it.",
+    ),
+    "given number": (
+        forward(lse2=1.5),
+        TypeError,
+        "lse2: expected an array of NumPy, CuPy, torch or JAX, or another one with __dlpack__, got "
+        "float; convert it, for example by numpy.asarray.",
+    ),
+    "out is not for what is given": (
+        forward(lse1=zeros(2, 4, 5), return_state=True, out=state()),
+        ValueError,
+        "out: expected a KLState with given=('lse1',) and arrays for kl, lse1, lse2, mass1, got "
+        "given=() and kl, lse1, lse2; make it with what this call returns.",
+    ),
+    "out is for what is given": (
+        forward(return_state=True, out=state(mass1=zeros(2, 4, 5), given=("lse1",))),
+        ValueError,
+        "out: expected a KLState with given=() and arrays for kl, lse1, lse2, got "
+        "given=('lse1',) and kl, lse1, lse2, mass1; make it with what this call returns.",
+    ),
+    # Entropies.
+    "no place for the entropies": (
+        forward(return_entropy=True, out=state()),
+        ValueError,
+        "out: expected a KLState with given=() and arrays for cross_entropy, entropy, kl, lse1, "
+        "lse2, got given=() and kl, lse1, lse2; make it with what this call returns.",
+    ),
+    "entropy of what is given": (
+        forward(lse2=zeros(2, 4, 5), return_entropy=True),
+        ValueError,
+        "return_entropy: expected False with given log-sum-exps, got True; leave out lse2.",
+    ),
+    "return_entropy": (
+        forward(return_entropy=1),
+        TypeError,
+        "return_entropy: expected True or False, got 1 (int); pass bool(...) of it.",
+    ),
+    "given name": (
+        backward(state=state(given=("kl",), mass1=zeros(2, 4, 5))),
+        ValueError,
+        'state.given: expected a tuple of "lse1", "lse2", both or none, got (\'kl\',); pass the '
+        "state of attention_kl.",
+    ),
+    "no mass": (
+        backward(state=state(given=("lse2",))),
+        TypeError,
+        "state.mass1: expected an array, because state.given is ('lse2',), got None; pass the "
+        "state of attention_kl.",
+    ),
+    "shape of the mass": (
+        backward(state=state(given=("lse2",), mass1=zeros(2, 4, 1))),
+        ValueError,
+        "state.mass1: expected the shape of q1 without its last axis, (2, 4, 5), got (2, 4, 1); "
+        "pass one value a query row.",
+    ),
+    # Merging.
+    "a state with a given log-sum-exp": (
+        lambda: skl.merge_states(state(), state(given=("lse1", "lse2"), mass1=zeros(2, 4, 5))),
+        ValueError,
+        "states[1]: expected a state with log-sum-exps of its own, got one with given lse1 and "
+        "lse2; add up kl and mass1 of parts that share what is given.",
+    ),
+    "no state": (
+        lambda: skl.merge_states(),
+        ValueError,
+        "states: expected at least one KLState, got none; pass the states of the parts, for "
+        "example merge_states(*states).",
+    ),
+    "a list of states": (
+        lambda: skl.merge_states([state()]),  # type: ignore[arg-type]
+        TypeError,
+        "states[0]: expected a KLState, got list; pass the result of "
+        "attention_kl(..., return_state=True) or KLState.from_lse(...).",
+    ),
+    "rows of a state": (
+        lambda: skl.merge_states(state(), state(lse2=zeros(2, 4, 6))),
+        ValueError,
+        "states[1].lse2: expected the shape of states[0].kl, (2, 4, 5), got (2, 4, 6); pass "
+        "states of the same query rows.",
+    ),
+    "dtype of a state": (
+        lambda: skl.merge_states(state(), state(kl=np.zeros((2, 4, 5), int))),
+        TypeError,
+        "states[1].kl: expected bfloat16, float16, float32 or float64, got int64; cast it.",
+    ),
+    "strides of a state": (
+        lambda: skl.merge_states(state(kl=zeros(5, 4, 2).T)),
+        ValueError,
+        "states[0].kl: expected a C-contiguous array, got strides (1, 2, 8) for shape (2, 4, 5); "
+        "pass a contiguous array.",
+    ),
+    "merged into part of itself": (
+        lambda: skl.merge_states(one := state(**double_rows()), out=one),
+        ValueError,
+        "out.kl: expected memory of its own, got memory that overlaps with that of states[0].kl; "
+        "allocate it separately.",
+    ),
     # Preparing.
     "warmup head dim": (
         lambda: skl.warmup(12, 64),
@@ -450,7 +562,7 @@ def test_texts(case: str) -> None:
 def test_every_text_has_the_one_form() -> None:
     for _, _, text in CASES.values():
         argument, _, rest = text.partition(": expected ")
-        assert argument.replace("_", "").replace(".", "").replace("[1]", "").isalnum()
+        assert re.fullmatch(r"\w+(\[\d\])?(\.\w+)?", argument)
         expected, _, rest = rest.partition(", got ")
         got, _, remedy = rest.rpartition("; ")
         assert text == message(argument, expected, got, remedy.removesuffix("."))

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from streamkl_cupy import jit, launch, plan
@@ -46,6 +47,8 @@ PACKED = {
     "PrepareParams": launch.PREPARE_PARAMS,
     "BackwardParams": launch.BACKWARD_PARAMS,
     "FinishParams": launch.FINISH_PARAMS,
+    "MergeParams": launch.MERGE_PARAMS,
+    "ReplaceParams": launch.REPLACE_PARAMS,
 }
 
 
@@ -54,12 +57,13 @@ def parse_structs() -> dict[str, type[ctypes.Structure]]:
     types = dict(PLAIN_TYPES)
     text = without_comments("key_range.cuh") + without_comments("params.cuh")
     for name, body in re.findall(r"^struct (\w+) \{ *\n(.*?)^\};", text, re.DOTALL | re.MULTILINE):
-        members = re.findall(r"^ {4}(?:const )?(\w+) ?([\w*, ]+);\s*$", body, re.MULTILINE)
-        fields = [
-            (member.strip(" *"), ctypes.c_void_p if "*" in member else types[kind])
-            for kind, names in members
-            for member in names.split(",")
-        ]
+        members = re.findall(r"^ {4}(?:const )?(\w+) ?([\w*, \[\]]+);\s*$", body, re.MULTILINE)
+        fields = []
+        for kind, names in members:
+            for member in names.split(","):
+                name_of_member, *length = re.findall(r"\w+", member)
+                field = ctypes.c_void_p if "*" in member else types[kind]
+                fields.append((name_of_member, field * int(length[0]) if length else field))
         types[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
     return {name: kind for name, kind in types.items() if name not in PLAIN_TYPES}
 
@@ -71,6 +75,11 @@ def flat(kind: Any, path: str = "", offset: int = 0) -> Iterator[tuple[str, str,
     """Path, format and offset of everything in a struct that is not a struct itself."""
     if kind in FORMATS:
         yield path, FORMATS[kind], offset
+        return
+    if issubclass(kind, ctypes.Array):
+        for idx in range(kind._length_):
+            inner = kind._type_
+            yield from flat(inner, f"{path}[{idx}]", offset + idx * ctypes.sizeof(inner))
         return
     for name, inner in kind._fields_:
         yield from flat(inner, f"{path}.{name}".strip("."), offset + getattr(kind, name).offset)
@@ -154,9 +163,11 @@ def distinct_problem(dtype: str) -> Problem:
 
 INPUTS = ("q1", "k1", "q2", "k2")
 RESULTS = ("kl", "lse1", "lse2", "lse1_low", "lse2_low")
+ENTROPIES = ("entropy", "cross_entropy")
 GRADIENTS = ("dq1", "dk1", "dq2", "dk2")
 POINTERS = {
-    name: 2**40 + idx * 4096 for idx, name in enumerate((*INPUTS, *RESULTS, "dkl", *GRADIENTS))
+    name: 2**40 + idx * 4096
+    for idx, name in enumerate((*INPUTS, *RESULTS, *ENTROPIES, "dkl", *GRADIENTS))
 }
 WORKSPACE = 2**45
 DKL = Strides(77_000, 7000, 7)
@@ -228,7 +239,16 @@ def test_forward_packs_each_value_in_its_field(driver: Driver) -> None:
         "masked_logit1": pytest.approx(launch.MASKED_LOGIT / (0.11 * launch.LOG2_E), rel=1e-7),
         "masked_logit2": pytest.approx(launch.MASKED_LOGIT / (-0.23 * launch.LOG2_E), rel=1e-7),
         "num_rows": 2 * 12 * 700,
+        "entropy": 0,
+        "cross_entropy": 0,
     }
+    with plan.override(num_splits=5):
+        chosen = plan.forward(problem, CARD, has_entropy=True)
+    assert chosen.workspace_bytes == 24 * 5 * 2 * 12 * 700
+    launch.forward(chosen, problem, 0).launch(POINTERS, WORKSPACE, 0)
+    for step in driver.seen[2:]:
+        packed = values("ForwardParams", step.params)
+        assert {name: packed[name] for name in ENTROPIES} == {n: POINTERS[n] for n in ENTROPIES}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -256,6 +276,10 @@ def test_backward_packs_each_value_in_its_field(driver: Driver, dtype: str, stra
             "num_heads": 12,
             "num_queries": 700,
             "num_rows": 2 * 12 * 700,
+            "mass1": 0,
+            "weighted_dkl": 0,
+            "is_given1": 0,
+            "is_given2": 0,
         }
         expected = {
             **common(problem),
@@ -321,6 +345,105 @@ def test_hopper_backward_brings_its_maps(driver: Driver) -> None:
     assert len(prepare.arguments) == len(finish.arguments) == 1
 
 
+def scale_error(scale: float) -> float:
+    error = float(np.float32(scale * launch.LOG2_E)) / (scale * launch.LOG2_E) - 1
+    assert 0 < abs(error) <= 2**-24
+    return error
+
+
+GIVEN_STRIDES = (Strides(90_000, 8000, 9), Strides(60_000, 5000, 6))
+
+
+@pytest.mark.parametrize("given", [("lse1",), ("lse2",), ("lse1", "lse2")], ids=str)
+@pytest.mark.parametrize("num_splits", [1, 5])
+def test_given_log_sum_exps_come_after_the_forward(
+    driver: Driver, given: tuple[str, ...], num_splits: int
+) -> None:
+    problem = distinct_problem("bfloat16")
+    with plan.override(num_splits=num_splits):
+        chosen = plan.forward(problem, CARD, given=given)
+    strides = [s if f"lse{i}" in given else None for i, s in enumerate(GIVEN_STRIDES, 1)]
+    addresses = {"mass1": 2**42, "given1": 2**42 + 4096, "given2": 2**42 + 8192}
+    chain = launch.forward(chosen, problem, 0, (strides[0], strides[1]))
+    chain.launch(POINTERS | addresses, WORKSPACE, 0)
+    *computing, replacing = driver.seen
+    assert replacing.kernel == "replace_lse"
+    part_bytes = 4 * 2 * 12 * 700
+    # The own values lie behind the partial states, and up to the end.
+    assert chosen.own_offset >= 20 * num_splits * 2 * 12 * 700 * (num_splits > 1)
+    assert chosen.own_offset + 4 * part_bytes == chosen.workspace_bytes
+    places = [WORKSPACE + chosen.own_offset + part * part_bytes for part in range(4)]
+    own = dict(zip(RESULTS, [POINTERS["kl"], *places], strict=True))
+    for step in computing:
+        packed = values("ForwardParams", step.params)
+        assert {name: packed[name] for name in RESULTS} == own
+    assert values("ReplaceParams", replacing.params) == {
+        **{f"own.{name}": address for name, address in own.items()},
+        **{name: POINTERS[name] for name in RESULTS},
+        "mass1": addresses["mass1"],
+        **rows("rows", problem.row),
+        **{f"given{i}": addresses[f"given{i}"] if s else 0 for i, s in enumerate(strides, 1)},
+        **rows("given1_rows", strides[0] or Strides(0, 0, 0)),
+        **rows("given2_rows", strides[1] or Strides(0, 0, 0)),
+        "scale1_error": pytest.approx(scale_error(0.11), rel=1e-6),
+        "scale2_error": pytest.approx(scale_error(-0.23), rel=1e-6),
+        "num_heads": 12,
+        "num_queries": 700,
+        "num_rows": 2 * 12 * 700,
+    }
+
+
+@pytest.mark.parametrize("given", [("lse1",), ("lse2",), ("lse1", "lse2")], ids=str)
+@pytest.mark.parametrize("strategy", ["fused", "separate"])
+def test_the_mass_of_p1_goes_into_dkl(
+    driver: Driver, strategy: str, given: tuple[str, ...]
+) -> None:
+    problem = distinct_problem("float16")
+    plain = plan.backward(problem, CARD, INPUTS, strategy=strategy)
+    chosen = plan.backward(problem, CARD, INPUTS, strategy=strategy, given=given)
+    assert chosen.weighted_dkl_offset >= plain.workspace_bytes
+    assert chosen.workspace_bytes == chosen.weighted_dkl_offset + 4 * 2 * 12 * 700
+    launch.backward(chosen, problem, DKL, 0).launch(POINTERS | {"mass1": 2**42}, WORKSPACE, 0)
+    weighted = WORKSPACE + chosen.weighted_dkl_offset
+    for step in driver.seen:
+        if isinstance(step, Cleared):
+            continue
+        if step.kernel == "backward_prepare":
+            packed = values("PrepareParams", step.params)
+            assert packed["dkl"] == POINTERS["dkl"]
+            assert rows("dkl_rows", DKL).items() <= packed.items()
+            assert packed["mass1"] == 2**42
+            assert packed["weighted_dkl"] == weighted
+            assert (packed["is_given1"], packed["is_given2"]) == (
+                int("lse1" in given),
+                int("lse2" in given),
+            )
+        elif step.kernel != "backward_finish":
+            packed = values("BackwardParams", step.params)
+            assert packed["dkl"] == weighted
+            assert rows("dkl_rows", problem.row).items() <= packed.items()
+
+
+def test_merge_packs_each_value_in_its_field(driver: Driver) -> None:
+    num_states, num_rows = 11, 5000
+    chosen = plan.merge(num_rows, num_states, CARD)
+    states = {
+        f"{i}.{name}": 2**41 + (10 * i + part) * 4096
+        for i in range(num_states)
+        for part, name in enumerate(RESULTS)
+    }
+    launch.merge(chosen, num_rows, 0).launch(POINTERS | states, 0, 0)
+    first, second = (values("MergeParams", step.params) for step in driver.seen)
+    whole = {name: POINTERS[name] for name in RESULTS}
+    for packed, sources in (
+        (first, [{n: states[f"{i}.{n}"] for n in RESULTS} for i in range(8)]),
+        (second, [whole, *({n: states[f"{i}.{n}"] for n in RESULTS} for i in range(8, 11))]),
+    ):
+        sources = sources + [dict.fromkeys(RESULTS, 0)] * (8 - (num := len(sources)))
+        table = {f"states[{i}].{n}": x for i, of in enumerate(sources) for n, x in of.items()}
+        assert packed == {**whole, **table, "num_rows": num_rows, "num_states": num}
+
+
 # --------------------------------------------------------------------------------------- templates
 
 
@@ -362,8 +485,14 @@ def test_constants_are_the_same_on_both_sides() -> None:
     assert int(constant("reduce_splits.cu", "kNumThreads")) == plan.REDUCE_THREADS
     assert int(constant("backward_prepare.cu", "kPrepareThreads")) == plan.PREPARE_THREADS
     assert int(constant("backward_finish.cu", "kFinishThreads")) == plan.FINISH_THREADS
+    assert int(constant("merge_states.cu", "kMergeThreads")) == plan.MERGE_THREADS
+    assert int(constant("replace_lse.cu", "kReplaceThreads")) == plan.REPLACE_THREADS
     masked = float(constant("kl_state.cuh", "kMaskedLogit").rstrip("f"))
     assert masked == launch.MASKED_LOGIT
-    state = re.search(r"struct KlState \{\s*float ([^;]+);", without_comments("kl_state.cuh"))
+    text = without_comments("kl_state.cuh")
+    state = re.search(r"struct KlState \{\s*float ([^;]+);", text)
+    more = re.search(r"struct EntropyState : KlState \{\s*float ([^;]+);", text)
     assert state is not None
+    assert more is not None
     assert len(state[1].split(",")) == plan.STATE_FIELDS
+    assert len(f"{state[1]},{more[1]}".split(",")) == plan.ENTROPY_STATE_FIELDS

@@ -220,6 +220,78 @@ def test_few_keys_are_not_split(num_keys: int) -> None:
     assert plan.forward(problem, H200).num_splits == 1
 
 
+@given(
+    problem=problems(), card=CARD, given=st.sampled_from([("lse1",), ("lse2",), ("lse1", "lse2")])
+)
+@settings(deadline=None)
+def test_given_log_sum_exps_add_a_kernel_and_memory(
+    problem: Problem, card: DeviceFacts, given: tuple[str, ...]
+) -> None:
+    plain, chosen = plan.forward(problem, card), plan.forward(problem, card, given=given)
+    assert_launchable(chosen.kernels, card)
+    assert chosen.given == given
+    assert chosen.name == "_".join((plain.name, "given", *given))
+    rows = problem.num_rows
+    assert chosen.kernels[: len(plain.kernels)] == plain.kernels
+    assert len(chosen.kernels) == len(plain.kernels) + (rows > 0)
+    if rows:
+        replacing = chosen.kernels[-1]
+        assert replacing.kernel == "replace_lse"
+        assert replacing.grid * replacing.block >= rows > (replacing.grid - 1) * replacing.block
+    assert plain.workspace_bytes <= chosen.own_offset < plain.workspace_bytes + 256
+    assert chosen.workspace_bytes == chosen.own_offset + 16 * rows
+    if rows:
+        behind = plan.backward(problem, card, ("q2", "k1"), given=given)
+        before = plan.backward(problem, card, ("q2", "k1"))
+        assert behind.kernels == before.kernels
+        assert before.workspace_bytes <= behind.weighted_dkl_offset < before.workspace_bytes + 256
+        assert behind.workspace_bytes == behind.weighted_dkl_offset + 4 * rows
+
+
+@given(problem=problems(), card=CARD)
+@settings(deadline=None)
+def test_entropy_takes_kernels_of_its_own(problem: Problem, card: DeviceFacts) -> None:
+    chosen = plan.forward(problem, card, has_entropy=True)
+    assert_launchable(chosen.kernels, card)
+    assert all(arguments(kernel)["kHasEntropy"] for kernel in chosen.kernels)
+    assert not any(arguments(k)["kHasEntropy"] for k in plan.forward(problem, card).kernels)
+    assert all(arguments(k)["kIsWindow"] == problem.is_window for k in chosen.kernels[:1])
+    if chosen.num_splits > 1:
+        assert chosen.workspace_bytes == 6 * 4 * chosen.num_splits * problem.num_rows
+
+
+@pytest.mark.parametrize("dim1", plan.BUCKETS)
+@pytest.mark.parametrize("dim2", plan.BUCKETS)
+def test_every_pair_of_head_dims_has_a_tile_beside_the_entropy(dim1: int, dim2: int) -> None:
+    problem = hopper_problem(head_dim1=dim1, head_dim2=dim2)
+    chosen = plan.forward(problem, HOPPER, has_entropy=True, force="forward_sm90")
+    assert_launchable(chosen.kernels, HOPPER)
+
+
+def test_a_tuned_tile_does_not_serve_the_entropy() -> None:
+    problem = hopper_problem()
+    choice = plan.Choice(forward_kernel="forward_sm80", num_splits=3)
+    entry = plan.TunedChoice(plan.problem_class(problem), plan.shape_of(problem), choice)
+    tuned = dataclasses.replace(HOPPER, tuned=(entry,))
+    assert plan.forward(problem, tuned).num_splits == 3
+    plain = plan.forward(problem, HOPPER, has_entropy=True)
+    assert plan.forward(problem, tuned, has_entropy=True) == plain
+
+
+@pytest.mark.parametrize("num_states", [1, 2, 8, 9, 15, 16, 100])
+def test_every_state_is_merged_once(num_states: int) -> None:
+    chosen = plan.merge(1000, num_states, HOPPER)
+    assert_launchable(chosen.kernels, HOPPER)
+    assert len(chosen.kernels) == len(chosen.takes)
+    states = [state for first, stop in chosen.takes for state in range(first, stop)]
+    assert states == list(range(num_states))
+    # Beside the result of the launch before.
+    for launch, (first, stop) in enumerate(chosen.takes):
+        assert stop - first + (launch > 0) <= plan.MERGED_AT_ONCE
+    assert all(kernel.grid * kernel.block >= 1000 for kernel in chosen.kernels)
+    assert plan.merge(0, num_states, HOPPER).kernels == ()
+
+
 # ---------------------------------------------------------------------------------------- backward
 
 
@@ -623,7 +695,9 @@ def test_declared_covers_what_it_promises(arch: str) -> None:
     assert {kernel for kernel, _ in declared} == kernels
     cuts = [(kernel, dict(template)) for kernel, template in declared]
     for dim, element in itertools.product(plan.BUCKETS, ("bf16", "fp16")):
-        for kernel in kernels - {"reduce_splits", "backward_prepare", "backward_finish"}:
+        of_rows = {"reduce_splits", "merge_states", "replace_lse"}
+        of_rows |= {"backward_prepare", "backward_finish"}
+        for kernel in kernels - of_rows:
             sides = {
                 cut.get("kSide")
                 for name, cut in cuts
@@ -668,7 +742,7 @@ def layout_source(kernels: Sequence[KernelPlan]) -> str:
     parts.append('#include "kl_state.cuh"\n#include "schedule.cuh"\n#include "smem.cuh"')
     parts.append("template <int, int> struct StationaryRegisters;")
     parts.append("template <int, int> struct StationaryShared;")
-    parts.append(braces(read["gradient.cuh"], r"struct alignas\(16\) RowStatistics"))
+    parts.append(braces(read["row_statistics.cuh"], r"struct alignas\(16\) RowStatistics"))
     parts.append(braces(read["forward_sm80.cu"], "struct ForwardTraits"))
     parts.append(braces(tile, "struct BackwardTile"))
     parts.append(braces(tile, r"struct (?:alignas\(\d+\) )?RowsOfTile"))
@@ -988,13 +1062,13 @@ def fused_layout_source(kernels: Sequence[plan.Specialisation]) -> str:
     kernel = (jit.source_directory() / "backward_fused_sm90.cu").read_text()
     read = {
         name: re.sub(r"//.*", "", (jit.source_directory() / name).read_text())
-        for name in ("warpgroup.cuh", "gradient.cuh", "pipeline.cuh")
+        for name in ("warpgroup.cuh", "row_statistics.cuh", "pipeline.cuh")
     }
     panel = braces(read["warpgroup.cuh"], "struct PanelTile")
     ring = value_of(braces(read["pipeline.cuh"], "struct Ring"), "kBytes")
     parts = [
         '#include "schedule.cuh"',
-        braces(read["gradient.cuh"], r"struct alignas\(16\) WeightedStatistics"),
+        braces(read["row_statistics.cuh"], r"struct alignas\(16\) WeightedStatistics"),
         re.sub(r"template <int kRows>.*", "};", panel, flags=re.DOTALL),
         f"template <int kNumStages> struct Ring {{ static constexpr int kBytes = {ring}; }};",
         "template <int, int, int> struct PanelMixed;",
@@ -1108,13 +1182,18 @@ def pair_layout_source(kernels: Sequence[plan.Specialisation]) -> str:
     """C++ with the bytes of shared memory of each, and where its swizzled buffers begin."""
     read = {
         name: re.sub(r"//.*", "", (jit.source_directory() / name).read_text())
-        for name in ("warpgroup.cuh", "gradient.cuh", "pipeline.cuh", "backward_warpgroup.cuh")
+        for name in (
+            "warpgroup.cuh",
+            "row_statistics.cuh",
+            "pipeline.cuh",
+            "backward_warpgroup.cuh",
+        )
     }
     panel = braces(read["warpgroup.cuh"], "struct PanelTile")
     ring = value_of(braces(read["pipeline.cuh"], "struct Ring"), "kBytes")
     parts = [
         '#include "base.cuh"',
-        braces(read["gradient.cuh"], r"struct alignas\(16\) WeightedStatistics"),
+        braces(read["row_statistics.cuh"], r"struct alignas\(16\) WeightedStatistics"),
         re.sub(r"template <int kRows>.*", "};", panel, flags=re.DOTALL),
         f"template <int kNumStages> struct Ring {{ static constexpr int kBytes = {ring}; }};",
         "template <int, int, int> struct PanelMixed;",

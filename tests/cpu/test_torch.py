@@ -455,6 +455,208 @@ def test_batched_upstream_gradients_point_to_torch_func(generator: Any) -> None:
         torch.autograd.grad(kl, k2, torch.eye(5, dtype=kl.dtype), is_grads_batched=True)
 
 
+# Entropies.
+
+
+@pytest.mark.parametrize(("rank", "layout"), [(2, "bhnd"), (4, "bnhd")])
+@pytest.mark.parametrize("mask", [{"causal": True}, {"window": (2, 1), "q_offset": -1}], ids=str)
+def test_entropies(rank: int, layout: str, mask: dict[str, Any], generator: Any) -> None:
+    inputs = draw(generator, rank, layout, **LENGTHS)
+    options = {**mask, "layout": layout}
+    arrays = {n: x.numpy() for n, x in zip(INPUTS, inputs, strict=True)}
+    exact = reference.attention_kl(**arrays, **options, return_entropy=True)
+    results = attention_kl(*inputs, **options, return_lse=True, return_entropy=True)
+    for ours, expected in zip(results, exact, strict=True):
+        assert np.array_equal(ours.numpy(), expected)
+    leaves, others = differentiable(inputs), differentiable(inputs)
+    with Record() as record:
+        kl, entropy, cross = attention_kl(*leaves, **options, reduction="mean", return_entropy=True)
+        kl.backward()
+    assert record.names == ["attention_kl_entropy", "attention_kl_backward"]
+    assert entropy.shape == cross.shape == inputs[0].shape[:-1]
+    assert not entropy.requires_grad
+    assert not cross.requires_grad
+    attention_kl(*others, **options, reduction="mean").backward()
+    for one, other in zip(leaves, others, strict=True):
+        assert torch.equal(one.grad, other.grad)
+    assert torch.autograd.gradcheck(
+        lambda *x: attention_kl(*x, **options, return_entropy=True)[0], differentiable(inputs)
+    )
+
+
+def test_entropies_transformed_and_compiled(generator: Any) -> None:
+    inputs = draw(generator, 3, extra=(3,))
+
+    def function(*x: Any) -> Any:
+        return attention_kl(*x, causal=True, window=(2, None), q_offset=1, return_entropy=True)
+
+    for ours, *each in zip(
+        torch.vmap(function)(*inputs),
+        *(function(*x) for x in zip(*inputs, strict=True)),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, torch.stack(each))
+    inputs = draw(generator)
+    options = (True, 2, None, 1, None, 0.3, "bhnd", False)
+    arguments = (*differentiable(inputs), *options)
+    outcome = torch.library.opcheck(OPERATORS.attention_kl_entropy.default, arguments)
+    assert set(outcome.values()) == {"SUCCESS"}, outcome
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    leaves, others = differentiable(inputs), differentiable(inputs)
+    for one, other in zip(compiled(*leaves), function(*others), strict=True):
+        torch.testing.assert_close(one, other)
+    compiled(*leaves)[0].sum().backward()
+    function(*others)[0].sum().backward()
+    for one, other in zip(leaves, others, strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_entropies_of_what_is_given_are_refused(generator: Any) -> None:
+    inputs = draw(generator)
+    lse1 = torch.zeros(inputs[0].shape[:-1])
+    with pytest.raises(ValueError, match=r"return_entropy: expected False with given log-sum-exps"):
+        attention_kl(*inputs, lse1=lse1, return_entropy=True)
+
+
+# Given log-sum-exps.
+
+GIVEN = (("lse1",), ("lse2",), ("lse1", "lse2"))
+
+
+def draw_lse(generator: Any, rows: Any, given: tuple[str, ...]) -> dict[str, Any]:
+    return {name: 2 + torch.rand(rows, generator=generator, dtype=torch.float64) for name in given}
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=str)
+@pytest.mark.parametrize(("rank", "layout"), [(2, "bhnd"), (3, "bhnd"), (4, "bnhd")])
+@pytest.mark.parametrize("mask", [{"causal": True}, {"window": (2, 1), "q_offset": -1}], ids=str)
+def test_given_values_and_gradients(
+    given: tuple[str, ...], rank: int, layout: str, mask: dict[str, Any], generator: Any
+) -> None:
+    inputs = draw(generator, rank, layout, **LENGTHS)
+    options = {**mask, "scale2": -0.7, "layout": layout}
+    lse = draw_lse(generator, inputs[0].shape[:-1], given)
+    kl, *used = attention_kl(*inputs, **options, **lse, return_lse=True)
+    arrays = {n: x.numpy() for n, x in zip(INPUTS, inputs, strict=True)}
+    outer = {n: x.numpy() for n, x in lse.items()}
+    exact = reference.attention_kl(**arrays, **outer, **options, return_state=True)
+    for ours, expected in zip((kl, *used), exact, strict=False):
+        assert np.array_equal(ours.numpy(), expected)
+    leaves = [*differentiable(inputs), *(x.clone().requires_grad_() for x in lse.values())]
+    for reduction in ("none", "mean"):
+        assert torch.autograd.gradcheck(
+            lambda *x, to=reduction: attention_kl(
+                *x[:4], **dict(zip(given, x[4:], strict=True)), **options, reduction=to
+            ),
+            leaves,
+        )
+
+
+@pytest.mark.parametrize("wanted", [("q2", "k2"), ("k1", "lse2"), ("lse1",), ("lse1", "lse2")])
+def test_given_ones_are_constants_unless_they_require_grad(
+    wanted: tuple[str, ...], generator: Any
+) -> None:
+    inputs = draw(generator)
+    lse = draw_lse(generator, inputs[0].shape[:-1], ("lse1", "lse2"))
+    leaves = differentiable(inputs, wanted)
+    outer = {n: x.to(torch.float32).requires_grad_(n in wanted) for n, x in lse.items()}
+    with Record() as record:
+        attention_kl(*leaves, **outer).sum().backward()
+    assert record.names == ["attention_kl_given", "attention_kl_given_backward"]
+    assert record.calls[1][1][12] == list(wanted)
+    for name, leaf in zip((*INPUTS, *outer), (*leaves, *outer.values()), strict=True):
+        assert (leaf.grad is not None) is (name in wanted)
+        if leaf.grad is not None:
+            assert leaf.grad.dtype == leaf.dtype
+    with Record() as record:
+        attention_kl(*inputs, **lse)
+        attention_kl(*inputs)
+    assert record.names == ["attention_kl_given", "attention_kl"]
+
+
+def test_given_second_derivatives_are_refused(generator: Any) -> None:
+    leaves = differentiable(draw(generator))
+    lse1 = draw_lse(generator, leaves[0].shape[:-1], ("lse1",))["lse1"].requires_grad_()
+    kl = attention_kl(*leaves, lse1=lse1).sum()
+    for leaf in (lse1, leaves[3]):
+        (gradient,) = torch.autograd.grad(kl, leaf, create_graph=True)
+        with pytest.raises(RuntimeError, match="got a second derivative"):
+            gradient.sum().backward()
+
+
+@pytest.mark.parametrize(("rank", "layout"), [(2, "bhnd"), (3, "bnhd"), (4, "bhnd"), (4, "bnhd")])
+@pytest.mark.parametrize("given", GIVEN, ids=str)
+def test_given_func_grad_and_vmap(
+    given: tuple[str, ...], rank: int, layout: str, generator: Any
+) -> None:
+    inputs = draw(generator, rank, layout, extra=(3,))
+    lse = list(draw_lse(generator, inputs[0].shape[:-1], given).values())
+
+    def function(*x: Any) -> Any:
+        outer = dict(zip(given, x[4:], strict=True))
+        return attention_kl(*x[:4], **outer, causal=True, window=(2, None), layout=layout)
+
+    count = 4 + len(given)
+    gradient = torch.func.grad(lambda *x: function(*x).sum(), argnums=tuple(range(count)))
+    for in_dims in ((0,) * count, (0, None, None, 0, *(None,) * len(given))):
+        arrays = [x[0] if d is None else x for x, d in zip((*inputs, *lse), in_dims, strict=True)]
+        each = [
+            [x if d is None else x[i] for x, d in zip(arrays, in_dims, strict=True)]
+            for i in range(3)
+        ]
+        ours = torch.vmap(function, in_dims)(*arrays)
+        torch.testing.assert_close(ours, torch.stack([function(*x) for x in each]))
+        expected = [torch.stack(parts) for parts in zip(*(gradient(*x) for x in each), strict=True)]
+        for one, other in zip(torch.vmap(gradient, in_dims)(*arrays), expected, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=str)
+def test_given_opcheck_and_compile(given: tuple[str, ...], generator: Any) -> None:
+    inputs = draw(generator)
+    lse = draw_lse(generator, inputs[0].shape[:-1], given)
+    outer = [lse.get(name) for name in ("lse1", "lse2")]
+    options = (True, 2, None, 1, None, 0.3, "bhnd", False)
+    state = OPERATORS.attention_kl_given(*inputs, *outer, *options)
+    upstream = torch.randn(state[0].shape, generator=generator, dtype=torch.float64)
+    leaves = differentiable(inputs)
+    for operator, arguments in (
+        (OPERATORS.attention_kl_given, (*leaves, *outer, *options)),
+        (
+            OPERATORS.attention_kl_given_backward,
+            (upstream, *inputs, *state, list(given), ["k2", *given], *options),
+        ),
+    ):
+        outcome = torch.library.opcheck(operator.default, arguments)
+        assert set(outcome.values()) == {"SUCCESS"}, outcome
+
+    def loss(*x: Any) -> Any:
+        named = dict(zip(given, x[4:], strict=True))
+        return attention_kl(*x[:4], **named, window=(1, 1), q_offset=1, reduction="mean")
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    gradients = []
+    for function in (loss, compiled):
+        leaves = [*differentiable(inputs), *(x.clone().requires_grad_() for x in lse.values())]
+        function(*leaves).backward()
+        gradients.append([leaf.grad for leaf in leaves])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_given_ones_that_do_not_fit(generator: Any) -> None:
+    inputs = draw(generator)
+    rows = inputs[0].shape[:-1]
+    for lse, error, text in (
+        (1.0, TypeError, r"lse1: expected a torch tensor, got float"),
+        (torch.zeros(rows)[..., :1], ValueError, r"lse1: expected the shape of q1 without"),
+        (torch.zeros(rows, device="meta"), ValueError, r"lse1: expected a tensor on cpu like q1"),
+        (torch.zeros(rows, dtype=torch.int64), TypeError, r"lse1: expected bfloat16, float16"),
+    ):
+        with pytest.raises(error, match=text):
+            attention_kl(*inputs, lse1=lse)
+
+
 # Operators, fake tensors and compilation.
 
 

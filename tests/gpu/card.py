@@ -324,6 +324,19 @@ class Expected:
             self.floors[name] = GRADIENT_FLOOR + (off / norm if norm > 0 else off)
 
 
+def seen_keys(num_queries: int, num_keys: int, options: Mapping[str, Any]) -> np.ndarray:
+    """The matrix of a mask, row by row."""
+    offset = options.get("q_offset", num_keys - num_queries)
+    left, right = (None if x == -1 else x for x in options.get("window", (None, None)))
+    place = np.arange(num_keys) - np.arange(num_queries)[:, None] - offset
+    seen = np.ones(place.shape, bool)
+    if left is not None:
+        seen &= place >= -left
+    if options.get("causal") or right is not None:
+        seen &= place <= (0 if options.get("causal") else right)
+    return seen
+
+
 def problem_of(arrays: Arrays, options: Mapping[str, Any]) -> Problem:
     """The description that a call with these arrays plans by."""
     operands = [interop.take(name, arrays[name]).operand(name) for name in INPUTS]
