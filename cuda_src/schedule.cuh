@@ -158,3 +158,38 @@ struct StaggeredWalk : QueryWalk<kSide, kBlockRows, kBlockQ> {
         return first_query < query_end ? first_query : query_begin;
     }
 };
+
+// Key tiles of all key heads, one head after the other, dealt out in runs: what a block of
+// backward_few_sm90 walks.
+template <int kBlockK>
+struct KeyRun {
+    int tiles_per_head, begin, end;
+
+    SKL_HOST_DEVICE KeyRun(int num_keys, int64 num_tiles, int block_idx, int num_blocks)
+        : tiles_per_head(ceil_div(num_keys, kBlockK)),
+          begin(static_cast<int>(num_tiles * block_idx / num_blocks)),
+          end(static_cast<int>(num_tiles * (block_idx + 1) / num_blocks)) {}
+    // Heads are counted through all batches.
+    SKL_HOST_DEVICE int head_of(int tile) const { return tile / tiles_per_head; }
+    SKL_HOST_DEVICE int end_of_head(int head) const {
+        return min_of(end, (head + 1) * tiles_per_head);
+    }
+};
+
+// Queries of the heads that share a key head, as rows of one tile: row r is query r / heads of head
+// r % heads. The rows that see a key are an interval like its queries.
+struct PackedRange {
+    const KeyRange& keys;
+    int heads, num_keys;
+
+    SKL_HOST_DEVICE PackedRange(const KeyRange& keys, int heads)
+        : keys(keys), heads(heads), num_keys(keys.num_keys) {}
+    SKL_HOST_DEVICE int num_rows() const { return keys.num_queries * heads; }
+    SKL_HOST_DEVICE Interval queries_of(int first, int last) const {
+        const Interval queries = keys.queries_of(first, last);
+        return {queries.begin * heads, queries.end * heads};
+    }
+    SKL_HOST_DEVICE bool has_empty(int first, int last) const {
+        return keys.has_empty(first / heads, last / heads);
+    }
+};

@@ -60,6 +60,7 @@ BACKWARD_KERNELS = (
     "backward_fused_sm80",
     "backward_dq_sm80",
     "backward_dk_sm80",
+    "backward_few_sm90",
     "backward_fused_sm90",
     "backward_dq_sm90",
     "backward_dk_sm90",
@@ -285,6 +286,43 @@ class BackwardWarpgroupTile:
 
 
 @dataclass(frozen=True, slots=True)
+class FewTile:
+    """How a block of ``backward_few_sm90`` is cut: template arguments by the names they have there.
+
+    ``rows`` rows for the queries of the heads that share a key head; ``num_stages`` tiles of
+    ``FEW_BLOCK_K`` keys.
+    """
+
+    rows: int
+    num_stages: int
+
+    @property
+    def stationary_rows(self) -> int:
+        return self.rows
+
+    @property
+    def threads(self) -> int:
+        return 128 * (FEW_CONSUMERS + 1)
+
+    def boxes(self, heads: int) -> tuple[int, int]:
+        return self.rows // heads, FEW_BLOCK_K
+
+    def shared_memory(self, dim1: int, dim2: int) -> int:
+        row = _panel_row_bytes(dim1) + _panel_row_bytes(dim2)
+        # dS of a consumer and its rows' statistics, a warp's part of dK on its way.
+        gradients = FEW_CONSUMERS * self.rows * (2 * FEW_BLOCK_K + ROW_STATISTICS_BYTES)
+        lines = 4 * FEW_CONSUMERS * 16 * 128
+        barriers = 16 * (self.num_stages + 1) + 4 * FEW_CONSUMERS
+        stages = self.num_stages * FEW_BLOCK_K * row
+        return self.rows * row + stages + gradients + lines + barriers
+
+
+# Keys in a tile of ``backward_few_sm90``, and warpgroups that take them in turn.
+FEW_BLOCK_K = 64
+FEW_CONSUMERS = 2
+
+
+@dataclass(frozen=True, slots=True)
 class PairWarpgroupTile:
     """How a block of ``backward_dq_sm90`` or ``backward_dk_sm90`` is cut: template arguments by
     the names they have there.
@@ -356,6 +394,7 @@ class SidePlan:
     dq_blocks: int
     key_blocks: int
     scratch_bytes: int
+    heads_per_tile: int = 1  # whose queries a tile of the fused kernel holds
 
     @property
     def kernels(self) -> tuple[KernelPlan, ...]:
@@ -918,6 +957,15 @@ def _side(
             template = pair_warpgroup_template(name, problem.dtype, side, dim1, dim2, tile)
             boxes = tile.boxes(name)
             smem = tile.shared_memory(name, *_fixed_and_trained(dim1, dim2, side))
+        elif name == "backward_few_sm90":
+            if not isinstance(tile, FewTile):
+                tile = few_tile(problem, side, device)
+            assert tile is not None
+            num_tiles = _ceil_div(num_rows, FEW_BLOCK_K) * num_heads
+            few = few_template(problem.dtype, side, dim1, dim2, tile, has_dk)
+            smem, boxes = tile.shared_memory(dim1, dim2), tile.boxes(heads_per_key(problem, side))
+            grid = min(device.num_sms, num_tiles)
+            return KernelPlan(name, few, grid, tile.threads, smem, boxes), num_tiles
         elif name == "backward_fused_sm90":
             if not isinstance(tile, BackwardWarpgroupTile):
                 tile = backward_warpgroup_tile(dim1, dim2, side, device)
@@ -939,6 +987,7 @@ def _side(
 
     fused = finish = dq = dk = None
     dq_blocks = key_blocks = scratch = 0
+    heads_per_tile = 1
     if wants_dq:
         dq, dq_blocks = kernel("dq", problem.num_queries, heads)
     if wants_dk:
@@ -947,6 +996,8 @@ def _side(
         candidate, fused_blocks = kernel("fused", problem.num_keys, key_heads, has_dk=wants_dk)
         if use_fused(strategy, problem.num_queries, device, candidate, dq, dk):
             fused, key_blocks, dq, dk, dq_blocks = (candidate, fused_blocks, None, None, 0)
+            if candidate is not None and candidate.kernel == "backward_few_sm90":
+                heads_per_tile = heads_per_key(problem, side)
             row_tiles = _ceil_div(problem.num_queries, 16)
             scratch = heads * row_tiles * 16 * trained * FLOAT_BYTES
             grid = heads * _ceil_div(row_tiles * trained // 8 * 32, FINISH_THREADS)
@@ -964,7 +1015,9 @@ def _side(
         grid = _ceil_div(problem.num_rows, PREPARE_THREADS)
         template = (("kSide", side), ("kIsWeighted", weighted))
         prepare = KernelPlan("backward_prepare", template, grid, PREPARE_THREADS, 0)
-    return SidePlan(side, prepare, fused, finish, dq, dk, dq_blocks, key_blocks, scratch)
+    return SidePlan(
+        side, prepare, fused, finish, dq, dk, dq_blocks, key_blocks, scratch, heads_per_tile
+    )
 
 
 def backward_kernel(
@@ -978,14 +1031,25 @@ def backward_kernel(
     """The kernel of a job, ``fused``, ``dq`` or ``dk``: Hopper's where it can run.
 
     Its rule is `why_not_sm90`, at least one query, and a tile of the head dimensions that fits.
-    Queries so few that the time is that of reading the keys go to the portable fused kernel, of
-    which two blocks share a multiprocessor: while one waits for its keys the other multiplies.
+    Queries so few that the time is that of reading the keys go to ``backward_few_sm90`` in place of
+    the fused kernel, see `why_not_few`; where it cannot take them, those of one tile of the
+    portable fused kernel go to that one, of which two blocks share a multiprocessor: while one
+    waits for its keys the other multiplies.
     """
+    few = "backward_few_sm90"
     portable, hopper = f"backward_{job}_sm80", f"backward_{job}_sm90"
     asked = force or choice.backward_kernel
     given = dict(choice.backward_tiles)
-    if hopper in given or portable in given:
+    if job == "fused" and few in given:
+        asked = few
+    elif hopper in given or portable in given:
         asked = hopper if hopper in given else portable
+    if job == "fused" and asked in (None, few):
+        why = why_not_few(problem, device, side)
+        if not why:
+            return few
+        if asked == few:
+            raise PlanError(f"{few}: {why}. Unset STREAMKL_FORCE to let the plan choose")
     if asked is not None and asked.endswith("sm80"):
         return portable
     reason = why_not_sm90(problem, device)
@@ -996,11 +1060,75 @@ def backward_kernel(
         reason = f"expected head dimensions whose tile fits; got {dim1} and {dim2}"
     if reason and asked == hopper:
         raise PlanError(f"{hopper}: {reason}. Unset STREAMKL_FORCE to let the plan choose")
-    few = job == "fused" and asked is None and problem.num_queries <= FEW_FUSED_QUERIES
-    return portable if reason or few else hopper
+    are_few = job == "fused" and asked is None and problem.num_queries <= FEW_FUSED_QUERIES
+    return portable if reason or are_few else hopper
 
 
 FEW_FUSED_QUERIES = 16
+# Rows that a tile of backward_few_sm90 may have.
+FEW_ROWS = (16, 32, 64)
+
+
+def why_not_few(problem: Problem, device: DeviceFacts, side: int) -> str:
+    """Why ``backward_few_sm90`` cannot take the gradients of a side; empty if it can."""
+    if reason := why_not_sm90(problem, device):
+        return reason
+    if problem.num_queries == 0:
+        return "expected at least one query"
+    heads = heads_per_key(problem, side)
+    other = problem.group2 if side == 1 else problem.group1
+    if other % heads:
+        return (
+            f"expected heads that share a key head of side {side} to share one of the other side; "
+            f"got groups of {heads} and {other}"
+        )
+    # A tensor map has no packs of heads that all lie at one address.
+    if heads > 1 and 0 in (problem.q1.head, problem.q2.head):
+        return "expected queries of heads that do not all lie at one address"
+    if few_tile(problem, side, device) is None:
+        return (
+            f"expected at most {FEW_ROWS[-1]} rows of queries to a key head and head dimensions "
+            f"whose tile fits; got {heads * problem.num_queries} rows, {problem.head_dim1} and "
+            f"{problem.head_dim2}"
+        )
+    return ""
+
+
+def heads_per_key(problem: Problem, side: int) -> int:
+    """Query heads that share a key head of a side."""
+    return problem.group1 if side == 1 else problem.group2
+
+
+def few_tile(problem: Problem, side: int, device: DeviceFacts) -> FewTile | None:
+    """Choose the tile of ``backward_few_sm90``; None if there is none for these rows and head
+    dimensions."""
+    dims = bucket(problem.head_dim1), bucket(problem.head_dim2)
+    num_rows = heads_per_key(problem, side) * problem.num_queries
+    for tile in few_tiles(*dims, side):
+        if num_rows <= tile.rows and tile.shared_memory(*dims) <= device.shared_memory_per_block:
+            return tile
+    return None
+
+
+def few_tiles(dim1: int, dim2: int, side: int) -> Iterator[FewTile]:
+    """Tiles for a pair of buckets, of few rows first, and then those of many stages."""
+    for rows, num_stages in itertools.product(FEW_ROWS, (8, 6, 4, 2)):
+        yield FewTile(rows, num_stages)
+
+
+def few_template(
+    dtype: str, side: int, dim1: int, dim2: int, tile: FewTile, has_dk: bool
+) -> Template:
+    """Template arguments of ``backward_few_sm90``."""
+    return (
+        ("Element", ELEMENTS[dtype]),
+        ("kSide", side),
+        ("kHeadDim1", dim1),
+        ("kHeadDim2", dim2),
+        ("kRows", tile.rows),
+        ("kNumStages", tile.num_stages),
+        ("kHasDk", has_dk),
+    )
 
 
 def use_fused(
@@ -1020,6 +1148,8 @@ def use_fused(
     """
     if fused is None or strategy == "separate":
         return False
+    if fused.kernel == "backward_few_sm90":
+        return True
     if strategy == "fused" and dk is not None:
         return True
     is_hopper = any(step is not None and step.boxes is not None for step in (dq, dk))
