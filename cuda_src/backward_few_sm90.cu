@@ -107,7 +107,8 @@ SKL_DEVICE void produce(const InputMaps& maps, const BackwardParams& params, uin
     SKL_NO_UNROLL
     for (int tile = run.begin; tile < run.end;) {
         const int key_head = run.head_of(tile), end = run.end_of_head(key_head);
-        const auto [batch, key_head_idx, first_head] = sharing_heads<Traits::kSide>(params, key_head);
+        const auto [batch, key_head_idx, first_head] =
+            sharing_heads<Traits::kSide>(params, key_head);
         queries.producer_acquire();
         if (lane == 0) {
             // The map of packed queries has its heads before its rows.
@@ -189,8 +190,8 @@ struct Consumer {
         if (row < kRows) {
             WeightedStatistics found = weighted<Traits::kSide>(no_row(), 0.f);
             if (row < rows.num_rows()) {
-                const int64 at = head_of_batch(heads, row) * params.range.num_queries +
-                                 row / rows.heads;
+                const int64 at =
+                    head_of_batch(heads, row) * params.range.num_queries + row / rows.heads;
                 found = reinterpret_cast<const WeightedStatistics*>(params.row_statistics)[at];
                 found.weight *= call_factor<Element>(params.max_dkl);
             }
@@ -222,7 +223,8 @@ struct Consumer {
         for (int chunk = 0; chunk < kPanels * 8; ++chunk) {
             const uint4 v = *reinterpret_cast<const uint4*>(
                 smem + panel_address(keys_offset, Traits::kBlockK, row, chunk / 8, chunk % 8));
-            is_broken |= finite_or_zero<Element>(v.x) != v.x || finite_or_zero<Element>(v.y) != v.y ||
+            is_broken |= finite_or_zero<Element>(v.x) != v.x ||
+                         finite_or_zero<Element>(v.y) != v.y ||
                          finite_or_zero<Element>(v.z) != v.z || finite_or_zero<Element>(v.w) != v.w;
         }
         return is_broken;
@@ -270,8 +272,8 @@ struct Consumer {
                 SKL_UNROLL
                 for (int pair = 0; pair < kRows / 16; ++pair) {
                     uint32 b[4];
-                    ldmatrix_x4(b, panel_address(gradients(), kRows, 16 * pair + row, 0,
-                                                 2 * k + keys));
+                    ldmatrix_x4(
+                        b, panel_address(gradients(), kRows, 16 * pair + row, 0, 2 * k + keys));
                     multiply_step<Element, 1>(dq[panel], a, b, pair);
                 }
             }
@@ -294,10 +296,11 @@ struct Consumer {
             SKL_UNROLL
             for (int i = 0; i < min_of(4, kHeadDim / 16 - 4 * panel); ++i) {
                 const int e = 16 * panel + 4 * i;
-                const uint32 packed[4] = {pack<Element>(dk[0][e] * scale, dk[0][e + 1] * scale),
-                                          pack<Element>(dk[1][e] * scale, dk[1][e + 1] * scale),
-                                          pack<Element>(dk[0][e + 2] * scale, dk[0][e + 3] * scale),
-                                          pack<Element>(dk[1][e + 2] * scale, dk[1][e + 3] * scale)};
+                const uint32 packed[4] = {
+                    pack<Element>(dk[0][e] * scale, dk[0][e + 1] * scale),
+                    pack<Element>(dk[1][e] * scale, dk[1][e + 1] * scale),
+                    pack<Element>(dk[0][e + 2] * scale, dk[0][e + 3] * scale),
+                    pack<Element>(dk[1][e + 2] * scale, dk[1][e + 3] * scale)};
                 stmatrix_x4(panel_address(sLines, 16, lane & 15, 0, 2 * i + (lane >> 4)), packed);
             }
             __syncwarp();
@@ -323,9 +326,9 @@ struct Consumer {
             const int row = col_of_element(e);
             if (row >= rows.num_rows()) continue;
             const int query = row / rows.heads;
-            float* scratch = params.dq_scratch + (head_of_batch(heads, row) * row_tiles_per_head +
-                                                  query / 16) *
-                                                     (16 * kHeadDim);
+            float* scratch =
+                params.dq_scratch +
+                (head_of_batch(heads, row) * row_tiles_per_head + query / 16) * (16 * kHeadDim);
             const int of_query = query % 8 * 16 + query % 16 / 8 * 2;
             SKL_UNROLL
             for (int panel = 0; panel < kPanels; ++panel) {
@@ -421,9 +424,9 @@ SKL_DEVICE void consume(const BackwardParams& params, unsigned char* smem, uint3
                 }
             }
             uint32 fragments[kRows / 16][4];
-            const uint32 sRow = panel_address(consumer.gradients(), kRows,
-                                              (lane & 7) + (lane >> 4) * 8, 0,
-                                              2 * consumer.warp + ((lane >> 3) & 1));
+            const uint32 sRow =
+                panel_address(consumer.gradients(), kRows, (lane & 7) + (lane >> 4) * 8, 0,
+                              2 * consumer.warp + ((lane >> 3) & 1));
             consumer.sync();  // nobody reads the last gradients any more
             SKL_UNROLL
             for (int k = 0; k < kRows / 16; ++k) {

@@ -175,8 +175,8 @@ SKL_DEVICE bool mask_gradients(float (&ds)[kLines][kElements],
 // has NaN for statistics then, and with them for all of its dS^T, so that no logit has to outlive
 // its gradient; one that sees none shows nothing and counts as if it did.
 template <class Range, int kLines, int kElements>
-SKL_DEVICE bool mask_transposed(float (&ds)[kLines][kElements], const Range& range,
-                                int first_key, int first_query) {
+SKL_DEVICE bool mask_transposed(float (&ds)[kLines][kElements], const Range& range, int first_key,
+                                int first_query) {
     bool leaks = false;
     const int first_col = first_query + col_of_element(0);  // of this thread
     SKL_UNROLL
