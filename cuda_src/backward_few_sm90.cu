@@ -284,6 +284,8 @@ struct Consumer {
     SKL_DEVICE void store_keys(const SharingHeads& heads, int first_key,
                                const float (&dk)[2][kHeadDim / 4], float scale) const {
         const uint32 sLines = base + Traits::kLineOffset + (4 * group + warp) * Traits::kLineBytes;
+        int lane = this->lane;
+        pin(lane);  // or its addresses stay in registers all the time
         const int row = lane / 8, chunk = lane % 8;
         const int head_dim = Traits::kSide == 1 ? params.head_dim1 : params.head_dim2;
         const int num_rows = params.range.num_keys - first_key;
@@ -408,7 +410,9 @@ SKL_DEVICE void consume(const BackwardParams& params, unsigned char* smem, uint3
             const bool is_border = first_key < all.begin || first_key + kBlockK > all.end;
             bool is_broken = false, scrubs = false;
             if (is_border) {
-                const bool leaks = mask_transposed(ds, consumer.rows, first_key_of_warp, 0);
+                int first_key_here = first_key_of_warp;
+                pin(first_key_here);  // or what the masks make of it stays in registers
+                const bool leaks = mask_transposed(ds, consumer.rows, first_key_here, 0);
                 is_broken = consumer.finds_broken_key(stage_offset + Traits::kKeysOffset);
                 scrubs = consumer.any(leaks || is_broken);
             }

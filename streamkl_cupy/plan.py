@@ -451,7 +451,7 @@ class Choice:
     strategy: str | None = None
     backward_kernel: str | None = None
     backward_tiles: tuple[
-        tuple[str, BackwardTile | BackwardWarpgroupTile | PairWarpgroupTile], ...
+        tuple[str, BackwardTile | BackwardWarpgroupTile | FewTile | PairWarpgroupTile], ...
     ] = ()
 
 
@@ -958,7 +958,7 @@ def _side(
             boxes = tile.boxes(name)
             smem = tile.shared_memory(name, *_fixed_and_trained(dim1, dim2, side))
         elif name == "backward_few_sm90":
-            if not isinstance(tile, FewTile):
+            if not isinstance(tile, FewTile) or tile.rows < few_rows(problem, side):
                 tile = few_tile(problem, side, device)
             assert tile is not None
             num_tiles = _ceil_div(num_rows, FEW_BLOCK_K) * num_heads
@@ -1088,7 +1088,7 @@ def why_not_few(problem: Problem, device: DeviceFacts, side: int) -> str:
     if few_tile(problem, side, device) is None:
         return (
             f"expected at most {FEW_ROWS[-1]} rows of queries to a key head and head dimensions "
-            f"whose tile fits; got {heads * problem.num_queries} rows, {problem.head_dim1} and "
+            f"whose tile fits; got {few_rows(problem, side)} rows, {problem.head_dim1} and "
             f"{problem.head_dim2}"
         )
     return ""
@@ -1099,21 +1099,36 @@ def heads_per_key(problem: Problem, side: int) -> int:
     return problem.group1 if side == 1 else problem.group2
 
 
+def few_rows(problem: Problem, side: int) -> int:
+    """Rows that the queries of the heads of a key head take in a tile of ``backward_few_sm90``."""
+    return heads_per_key(problem, side) * problem.num_queries
+
+
 def few_tile(problem: Problem, side: int, device: DeviceFacts) -> FewTile | None:
     """Choose the tile of ``backward_few_sm90``; None if there is none for these rows and head
     dimensions."""
-    dims = bucket(problem.head_dim1), bucket(problem.head_dim2)
-    num_rows = heads_per_key(problem, side) * problem.num_queries
-    for tile in few_tiles(*dims, side):
-        if num_rows <= tile.rows and tile.shared_memory(*dims) <= device.shared_memory_per_block:
-            return tile
-    return None
+    candidates = tile_candidates("backward_few_sm90", problem, device, side)
+    return cast(FewTile, candidates[0]) if candidates else None
 
 
 def few_tiles(dim1: int, dim2: int, side: int) -> Iterator[FewTile]:
-    """Tiles for a pair of buckets, of few rows first, and then those of many stages."""
+    """Tiles for a pair of buckets, those of fewer rows first, and of them those of more stages.
+
+    Sums of more than 128 columns leave no registers for more than 16 rows.
+    """
+    _, trained = _fixed_and_trained(dim1, dim2, side)
     for rows, num_stages in itertools.product(FEW_ROWS, (8, 6, 4, 2)):
-        yield FewTile(rows, num_stages)
+        if rows <= 16 or trained <= 128:
+            yield FewTile(rows, num_stages)
+
+
+def few_of_each_size(dim1: int, dim2: int, side: int, device: DeviceFacts) -> tuple[FewTile, ...]:
+    """The tile of each number of rows that a pair of buckets has on a card."""
+    found: dict[int, FewTile] = {}
+    for tile in few_tiles(dim1, dim2, side):
+        if tile.shared_memory(dim1, dim2) <= device.shared_memory_per_block:
+            found.setdefault(tile.rows, tile)
+    return tuple(found.values())
 
 
 def few_template(
@@ -1496,8 +1511,10 @@ def _with_tuned_backward(
         return choice
     wrt = (f"q{side}",) * wants_dq + (f"k{side}",) * wants_dk
     tuned = _tuned(problem, device, problem_class(problem, wrt, deterministic))
-    is_hopper = any(kernel.endswith("sm90") for kernel, _ in tuned.backward_tiles)
-    if is_hopper and why_not_sm90(problem, device):
+    kernels = [kernel for kernel, _ in tuned.backward_tiles]
+    if any(kernel.endswith("sm90") for kernel in kernels) and why_not_sm90(problem, device):
+        return choice
+    if "backward_few_sm90" in kernels and why_not_few(problem, device, side):
         return choice
     return replace(
         choice,
@@ -1510,7 +1527,13 @@ def _with_tuned_backward(
 def tile_candidates(
     kernel: str, problem: Problem, device: DeviceFacts, side: int = 0
 ) -> tuple[
-    ForwardTile | WarpgroupTile | BackwardTile | BackwardWarpgroupTile | PairWarpgroupTile, ...
+    ForwardTile
+    | WarpgroupTile
+    | BackwardTile
+    | BackwardWarpgroupTile
+    | FewTile
+    | PairWarpgroupTile,
+    ...,
 ]:
     """Every tile of a kernel that fits the card, not only the one that the plan takes.
 
@@ -1538,6 +1561,10 @@ def tile_candidates(
         fixed, trained = _fixed_and_trained(*dims, side)
         pair = pair_warpgroup_tiles(kernel, fixed, trained)
         return tuple(tile for tile in pair if tile.shared_memory(kernel, fixed, trained) <= limit)
+    if kernel == "backward_few_sm90":
+        num_rows = few_rows(problem, side)
+        wide_enough = (tile for tile in few_tiles(*dims, side) if tile.rows >= num_rows)
+        return tuple(tile for tile in wide_enough if tile.shared_memory(*dims) <= limit)
     if kernel == "backward_fused_sm90":
         cut = backward_warpgroup_tiles(*dims, side)
         return tuple(tile for tile in cut if tile.shared_memory(*dims, side) <= limit)
@@ -1678,6 +1705,11 @@ def _specialisations(
                             template = pair_warpgroup_template(
                                 kernel, dtype, side, dim1, dim2, pair
                             )
+                        elif kernel == "backward_few_sm90":
+                            for few in few_of_each_size(dim1, dim2, side, device):
+                                template = few_template(dtype, side, dim1, dim2, few, has_dk)
+                                found[kernel, template] = None
+                            continue
                         else:
                             fit = backward_warpgroup_tile(dim1, dim2, side, device)
                             if fit is None:
