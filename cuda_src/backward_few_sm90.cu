@@ -75,40 +75,21 @@ struct FewTraits {
     static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 };
 
-// The query heads of a key head, counted through all batches.
-struct SharingHeads {
-    int batch_idx, key_head_idx, first_head;
-};
-
-template <int kSide>
-SKL_DEVICE SharingHeads sharing_heads(const BackwardParams& params, int key_head) {
-    const int group = kSide == 1 ? params.group1 : params.group2;
-    const int num_key_heads = params.num_heads / group;
-    const int key_head_idx = key_head % num_key_heads;
-    return {key_head / num_key_heads, key_head_idx, key_head_idx * group};
-}
-
-template <class Traits>
-SKL_DEVICE typename Traits::Run run_of_block(const BackwardParams& params) {
-    return {params.range.num_keys, params.num_blocks, static_cast<int>(blockIdx.x),
-            static_cast<int>(gridDim.x)};
-}
-
 // 1. and 2. Of one warp.
 template <class Traits>
 SKL_DEVICE void produce(const InputMaps& maps, const BackwardParams& params, uint32 base) {
     using Tile1 = PanelTile<Traits::kHeadDim1>;
     using Tile2 = PanelTile<Traits::kHeadDim2>;
     constexpr int kRows = Traits::kRows, kBlockK = Traits::kBlockK;
-    const auto run = run_of_block<Traits>(params);
+    const typename Traits::Run run(params, blockIdx.x, gridDim.x);
     const int lane = lane_id(), heads = Traits::kSide == 1 ? params.group1 : params.group2;
     Ring<Traits::kNumStages> ring(base + Traits::kRingBarriers);
     Ring<1> queries(base + Traits::kQueryBarriers);
     SKL_NO_UNROLL
     for (int tile = run.begin; tile < run.end;) {
-        const int key_head = run.head_of(tile), end = run.end_of_head(key_head);
+        const int key_head = run.key_head_of(tile), end = run.end_of_head(key_head);
         const auto [batch, key_head_idx, first_head] =
-            sharing_heads<Traits::kSide>(params, key_head);
+            heads_of_key<Traits::kSide>(params, key_head);
         queries.producer_acquire();
         if (lane == 0) {
             // The map of packed queries has its heads before its rows.
@@ -130,7 +111,7 @@ SKL_DEVICE void produce(const InputMaps& maps, const BackwardParams& params, uin
         const int batch1 = map_index(params.k1.batch_stride, batch),
                   batch2 = map_index(params.k2.batch_stride, batch);
         SKL_NO_UNROLL
-        for (int first_key = (tile - key_head * run.tiles_per_head) * kBlockK; tile < end;
+        for (int first_key = run.first_key(tile, key_head); tile < end;
              ++tile, first_key += kBlockK) {
             ring.producer_acquire();
             if (lane == 0) {
@@ -155,7 +136,7 @@ struct Consumer {
     const BackwardParams& params;
     unsigned char* smem;
     uint32 base;
-    PackedRange rows;
+    RowsOfKey rows;
     int lane, warp, group;  // of the warpgroup: its warps and which one it is
 
     SKL_DEVICE Consumer(const BackwardParams& params, unsigned char* smem, uint32 base)
@@ -178,20 +159,20 @@ struct Consumer {
     SKL_DEVICE uint32 gradients() const {
         return base + Traits::kGradientOffset + group * Traits::kGradientBytes;
     }
-    SKL_DEVICE int64 head_of_batch(const SharingHeads& heads, int row) const {
+    SKL_DEVICE int64 head_of_batch(const HeadsOfKey& heads, int row) const {
         return static_cast<int64>(heads.batch_idx) * params.num_heads + heads.first_head +
-               row % rows.heads;
+               rows.head(row);
     }
 
     // 1. Rows that do not exist have a weight of zero.
-    SKL_DEVICE void collect_statistics(const SharingHeads& heads) const {
+    SKL_DEVICE void collect_statistics(const HeadsOfKey& heads) const {
         const int row = threadIdx.x % 128;
         sync();  // nobody reads the last ones any more
         if (row < kRows) {
             WeightedStatistics found = weighted<Traits::kSide>(no_row(), 0.f);
             if (row < rows.num_rows()) {
                 const int64 at =
-                    head_of_batch(heads, row) * params.range.num_queries + row / rows.heads;
+                    head_of_batch(heads, row) * params.range.num_queries + rows.query(row);
                 found = reinterpret_cast<const WeightedStatistics*>(params.row_statistics)[at];
                 found.weight *= call_factor<Element>(params.max_dkl);
             }
@@ -281,7 +262,7 @@ struct Consumer {
     }
 
     // 6. The warp's 16 keys of dK.
-    SKL_DEVICE void store_keys(const SharingHeads& heads, int first_key,
+    SKL_DEVICE void store_keys(const HeadsOfKey& heads, int first_key,
                                const float (&dk)[2][kHeadDim / 4], float scale) const {
         const uint32 sLines = base + Traits::kLineOffset + (4 * group + warp) * Traits::kLineBytes;
         int lane = this->lane;
@@ -320,14 +301,14 @@ struct Consumer {
     }
 
     // 7. Once a key head.
-    SKL_DEVICE void add_dq(const SharingHeads& heads, const float (&dq)[kPanels][2][kElements],
+    SKL_DEVICE void add_dq(const HeadsOfKey& heads, const float (&dq)[kPanels][2][kElements],
                            float unscale) const {
         const int row_tiles_per_head = ceil_div(params.range.num_queries, 16);
         SKL_UNROLL
         for (int e = 0; e < kElements; ++e) {
             const int row = col_of_element(e);
             if (row >= rows.num_rows()) continue;
-            const int query = row / rows.heads;
+            const int query = rows.query(row);
             float* scratch =
                 params.dq_scratch +
                 (head_of_batch(heads, row) * row_tiles_per_head + query / 16) * (16 * kHeadDim);
@@ -353,7 +334,7 @@ SKL_DEVICE void consume(const BackwardParams& params, unsigned char* smem, uint3
     using Element = typename Traits::Element;
     constexpr int kSide = Traits::kSide, kRows = Traits::kRows, kBlockK = Traits::kBlockK;
     constexpr int kHeadDim = Traits::kHeadDim, kElements = kRows / 4;
-    const auto run = run_of_block<Traits>(params);
+    const typename Traits::Run run(params, blockIdx.x, gridDim.x);
     const Consumer<Traits> consumer(params, smem, base);
     const int lane = consumer.lane, num_rows = consumer.rows.num_rows();
     const Interval all = params.range.all_of(0, params.range.num_queries - 1);
@@ -362,10 +343,10 @@ SKL_DEVICE void consume(const BackwardParams& params, unsigned char* smem, uint3
     Ring<1> queries(base + Traits::kQueryBarriers);
     if (consumer.group == 1) ring.advance();
     int tile = run.begin + consumer.group;
-    const int end_head = run.begin < run.end ? run.head_of(run.end - 1) + 1 : 0;
+    const int end_head = run.begin < run.end ? run.key_head_of(run.end - 1) + 1 : 0;
     SKL_NO_UNROLL
-    for (int key_head = run.head_of(run.begin); key_head < end_head; ++key_head) {
-        const SharingHeads heads = sharing_heads<kSide>(params, key_head);
+    for (int key_head = run.key_head_of(run.begin); key_head < end_head; ++key_head) {
+        const HeadsOfKey heads = heads_of_key<kSide>(params, key_head);
         consumer.collect_statistics(heads);
         queries.consumer_wait();
         float dq[Traits::kPanels][2][kElements];
@@ -375,7 +356,7 @@ SKL_DEVICE void consume(const BackwardParams& params, unsigned char* smem, uint3
         const int end = run.end_of_head(key_head);
         SKL_NO_UNROLL
         for (; tile < end; tile += Traits::kNumConsumers) {
-            const int first_key = (tile - key_head * run.tiles_per_head) * kBlockK;
+            const int first_key = run.first_key(tile, key_head);
             const int first_key_of_warp = first_key + 16 * consumer.warp;
             const int stage_offset = Traits::kRingOffset + ring.stage * Traits::kStageBytes;
             const uint32 sK = base + stage_offset + Traits::kKeysOffset;
