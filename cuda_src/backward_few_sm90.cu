@@ -127,23 +127,28 @@ SKL_DEVICE void produce(const InputMaps& maps, const BackwardParams& params, uin
     }
 }
 
-// A consumer: where it is, and what it needs all the time.
+// A warpgroup that consumes, and what it holds as long as the key head stays the same.
 template <class Traits>
 struct Consumer {
     using Element = typename Traits::Element;
-    static constexpr int kRows = Traits::kRows, kElements = kRows / 4, kPanels = Traits::kPanels;
-    static constexpr int kHeadDim = Traits::kHeadDim;
+    static constexpr int kSide = Traits::kSide, kHeadDim = Traits::kHeadDim;
+    static constexpr int kRows = Traits::kRows, kElements = kRows / 4, kSteps = kRows / 16;
+    static constexpr int kBlockK = Traits::kBlockK, kPanels = Traits::kPanels;
+
     const BackwardParams& params;
     unsigned char* smem;
     uint32 base;
     RowsOfKey rows;
-    int lane, warp, group;  // of the warpgroup: its warps and which one it is
+    HeadsOfKey heads;
+    int lane, warp, group;            // of the warp, of the warpgroup
+    float dq[kPanels][2][kElements];  // dQ^T: 64 columns of K_t a panel, by rows
+    float shrink_of_dq;               // its factor beyond that of the call
 
     SKL_DEVICE Consumer(const BackwardParams& params, unsigned char* smem, uint32 base)
         : params(params),
           smem(smem),
           base(base),
-          rows(params.range, Traits::kSide == 1 ? params.group1 : params.group2),
+          rows(params.range, kSide == 1 ? params.group1 : params.group2),
           lane(lane_id()),
           warp(warp_id() % 4),
           group(warp_id() / 4 - 1) {}
@@ -159,20 +164,23 @@ struct Consumer {
     SKL_DEVICE uint32 gradients() const {
         return base + Traits::kGradientOffset + group * Traits::kGradientBytes;
     }
-    SKL_DEVICE int64 head_of_batch(const HeadsOfKey& heads, int row) const {
+    SKL_DEVICE int64 head_of_batch(int row) const {
         return static_cast<int64>(heads.batch_idx) * params.num_heads + heads.first_head +
                rows.head(row);
     }
 
     // 1. Rows that do not exist have a weight of zero.
-    SKL_DEVICE void collect_statistics(const HeadsOfKey& heads) const {
+    SKL_DEVICE void start(int key_head) {
+        heads = heads_of_key<kSide>(params, key_head);
+        SKL_UNROLL
+        for (int panel = 0; panel < kPanels; ++panel) clear(dq[panel]);
+        shrink_of_dq = 1.f;
         const int row = threadIdx.x % 128;
-        sync();  // nobody reads the last ones any more
+        sync();  // nobody reads the last statistics any more
         if (row < kRows) {
-            WeightedStatistics found = weighted<Traits::kSide>(no_row(), 0.f);
+            WeightedStatistics found = weighted<kSide>(no_row(), 0.f);
             if (row < rows.num_rows()) {
-                const int64 at =
-                    head_of_batch(heads, row) * params.range.num_queries + rows.query(row);
+                const int64 at = head_of_batch(row) * params.range.num_queries + rows.query(row);
                 found = reinterpret_cast<const WeightedStatistics*>(params.row_statistics)[at];
                 found.weight *= call_factor<Element>(params.max_dkl);
             }
@@ -181,29 +189,116 @@ struct Consumer {
         sync();
     }
 
-    // 4. Returns the power of two that keeps the gradients of all warps within float16.
-    SKL_DEVICE float fit(float (&ds)[2][kElements]) const {
+    // 3. The keys of a stage are the left operand, 64 rows.
+    SKL_DEVICE void multiply_logits(float (&s1)[2][kElements], float (&s2)[2][kElements],
+                                    uint32 sK1) const {
+        PanelShared<Traits::kHeadDim1> keys1;
+        PanelShared<Traits::kHeadDim2> keys2;
+        keys1.load(sK1, kBlockK, 0);
+        keys2.load(sK1 + Traits::kK1Bytes, kBlockK, 0);
+        wgmma_fence();
+        multiply_panels<Element, Traits::kHeadDim1, kRows>(s1, keys1, base);
+        multiply_panels<Element, Traits::kHeadDim2, kRows>(s2, keys2, base + Traits::kQ1Bytes);
+        wgmma_commit();
+        wgmma_wait<0>();
+        pin_all(s1);
+        pin_all(s2);
+    }
+
+    // 4. Written over the logits of the other side.
+    SKL_DEVICE void find_gradients(float (&ds)[2][kElements], const float (&s1)[2][kElements],
+                                   const float (&s2)[2][kElements]) const {
+        SKL_UNROLL
+        for (int e = 0; e < kElements; ++e) {
+            const int row = col_of_element(e);
+            const WeightedStatistics of_row = statistics()[row];
+            SKL_UNROLL
+            for (int line = 0; line < 2; ++line) {
+                const float gradient = weighted_gradient<kSide>(s1[line][e], s2[line][e], of_row,
+                                                                params.scale1, params.scale2);
+                // The zeros in place of a row that does not exist make NaN of an infinite key.
+                ds[line][e] = row < rows.num_rows() ? gradient : 0.f;
+            }
+        }
+    }
+
+    // Brings the gradients of a tile within float16, all by the same power of two, which it
+    // returns; dQ follows.
+    SKL_DEVICE float fit(float (&ds)[2][kElements]) {
         const float largest = largest_magnitude(ds);
-        if (!any(largest > kFp16Limit)) return 1.f;
-        auto* of_all = reinterpret_cast<uint32*>(smem + Traits::kLargestOffset) + group;
-        atomicMax(of_all, __float_as_uint(largest));
-        sync();
-        const float shrink = shrink_to_limit(__uint_as_float(*of_all));
-        sync();
-        if (threadIdx.x % 128 == 0) *of_all = 0;
-        multiply(ds, shrink);
+        float shrink = 1.f;
+        if (any(largest > kFp16Limit)) {
+            auto* of_all = reinterpret_cast<uint32*>(smem + Traits::kLargestOffset) + group;
+            atomicMax(of_all, __float_as_uint(largest));
+            sync();
+            shrink = shrink_to_limit(__uint_as_float(*of_all));
+            sync();
+            if (threadIdx.x % 128 == 0) *of_all = 0;
+            multiply(ds, shrink);
+        }
+        if (shrink != shrink_of_dq) {
+            SKL_UNROLL
+            for (int panel = 0; panel < kPanels; ++panel) {
+                multiply(dq[panel], shrink / shrink_of_dq);
+            }
+            shrink_of_dq = shrink;
+        }
         return shrink;
+    }
+
+    // dS^T as the left operand of dK, and for all warps as [rows][keys].
+    SKL_DEVICE void pass_on_gradients(uint32 (&fragments)[kSteps][4],
+                                      const float (&ds)[2][kElements]) const {
+        const uint32 sRow = panel_address(gradients(), kRows, (lane & 7) + (lane >> 4) * 8, 0,
+                                          2 * warp + ((lane >> 3) & 1));
+        sync();  // nobody reads the last gradients any more
+        SKL_UNROLL
+        for (int k = 0; k < kSteps; ++k) {
+            pack_a<Element>(fragments[k], ds[0], ds[1], k);
+            stmatrix_x4_trans(sRow + k * (16 * 128), fragments[k]);
+        }
+        fence_async_shared();
+        sync();
+    }
+
+    // 5. dK of 64 keys, and what they add to dQ^T, 64 columns at a time.
+    template <bool kHasDk>
+    SKL_DEVICE void multiply_gradients(float (&dk)[2][kHeadDim / 4],
+                                       const uint32 (&fragments)[kSteps][4], uint32 sK) {
+        using ProductDk = Wgmma<Element, kHeadDim, 0, 1>;
+        using ProductDq = Wgmma<Element, kRows, 1, 0>;
+        wgmma_fence();
+        if constexpr (kHasDk) {
+            const uint64 b = panel_descriptor(base + Traits::kQueriesOffset, kRows * 128);
+            ProductDk::start(dk, fragments[0], b);
+            SKL_UNROLL
+            for (int k = 1; k < kSteps; ++k) ProductDk::add(dk, fragments[k], b + k * 128);
+        }
+        const uint64 b = panel_descriptor(gradients());
+        SKL_UNROLL
+        for (int panel = 0; panel < kPanels; ++panel) {
+            const uint64 a = panel_descriptor(sK + panel * (kBlockK * 128));
+            SKL_UNROLL
+            for (int k = 0; k < kBlockK / 16; ++k) {
+                ProductDq::add(dq[panel], a + k * 128, b + panel_step(k, kRows));
+            }
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+        if constexpr (kHasDk) pin_all(dk);
+        SKL_UNROLL
+        for (int panel = 0; panel < kPanels; ++panel) pin_all(dq[panel]);
     }
 
     // Whether the thread's key of a tile holds a NaN or Inf.
     SKL_DEVICE bool finds_broken_key(int keys_offset) const {
         const int row = threadIdx.x % 128;
-        if (row >= Traits::kBlockK) return false;
+        if (row >= kBlockK) return false;
         bool is_broken = false;
         SKL_NO_UNROLL
         for (int chunk = 0; chunk < kPanels * 8; ++chunk) {
             const uint4 v = *reinterpret_cast<const uint4*>(
-                smem + panel_address(keys_offset, Traits::kBlockK, row, chunk / 8, chunk % 8));
+                smem + panel_address(keys_offset, kBlockK, row, chunk / 8, chunk % 8));
             is_broken |= finite_or_zero<Element>(v.x) != v.x ||
                          finite_or_zero<Element>(v.y) != v.y ||
                          finite_or_zero<Element>(v.z) != v.z || finite_or_zero<Element>(v.w) != v.w;
@@ -214,6 +309,7 @@ struct Consumer {
     // Writes NaN into dS for every row that sees the thread's broken key: the product for dQ is
     // about to read it as zero, for the sake of the rows that do not see it.
     SKL_DEVICE void mark_broken_key(int key_of_tile, int key) const {
+        if (key >= params.range.num_keys) return;
         const Interval visible = rows.queries_of(key, key);
         SKL_NO_UNROLL
         for (int row = visible.begin; row < visible.end; ++row) {
@@ -223,52 +319,45 @@ struct Consumer {
         }
     }
 
-    // 5. dQ^T += K_t^T dS^T of a tile, a panel of 64 columns at a time.
-    SKL_DEVICE void multiply_dq(float (&dq)[kPanels][2][kElements], uint32 sK) const {
-        using Product = Wgmma<Element, kRows, 1, 0>;
-        const uint64 b = panel_descriptor(gradients());
+    // The same products warp by warp, which read broken elements of K_t and Q_t as zero.
+    template <bool kHasDk>
+    SKL_DEVICE void multiply_scrubbed(float (&dk)[2][kHeadDim / 4],
+                                      const uint32 (&fragments)[kSteps][4], uint32 sK) {
+        clear(dk);
         SKL_UNROLL
-        for (int panel = 0; panel < kPanels; ++panel) {
-            const uint64 a = panel_descriptor(sK + panel * (Traits::kBlockK * 128));
-            SKL_UNROLL
-            for (int k = 0; k < Traits::kBlockK / 16; ++k) {
-                Product::add(dq[panel], a + k * 128, b + panel_step(k, kRows));
-            }
+        for (int k = 0; kHasDk && k < kSteps; ++k) {
+            add_scrubbed<Element, kHeadDim>(dk, fragments[k], base + Traits::kQueriesOffset, kRows,
+                                            16 * k, 0);
         }
-    }
-
-    // The same warp by warp, where elements of K_t are broken.
-    SKL_DEVICE void multiply_dq_scrubbed(float (&dq)[kPanels][2][kElements], uint32 sK) const {
-        const int key = (lane & 7) + (lane >> 4) * 8, dims = 2 * warp + ((lane >> 3) & 1);
-        const int row = (lane & 7) + (lane >> 4) * 8, keys = (lane >> 3) & 1;
+        const int row = (lane & 7) + (lane >> 4) * 8, chunk = (lane >> 3) & 1;
         SKL_UNROLL
         for (int panel = 0; panel < kPanels; ++panel) {
             SKL_NO_UNROLL
-            for (int k = 0; k < Traits::kBlockK / 16; ++k) {
+            for (int k = 0; k < kBlockK / 16; ++k) {
                 uint32 a[1][4];
-                ldmatrix_x4_trans(a[0],
-                                  panel_address(sK, Traits::kBlockK, 16 * k + key, panel, dims));
+                ldmatrix_x4_trans(
+                    a[0], panel_address(sK, kBlockK, 16 * k + row, panel, 2 * warp + chunk));
                 SKL_UNROLL
                 for (int j = 0; j < 4; ++j) a[0][j] = finite_or_zero<Element>(a[0][j]);
                 SKL_UNROLL
-                for (int pair = 0; pair < kRows / 16; ++pair) {
+                for (int pair = 0; pair < kSteps; ++pair) {
                     uint32 b[4];
                     ldmatrix_x4(
-                        b, panel_address(gradients(), kRows, 16 * pair + row, 0, 2 * k + keys));
+                        b, panel_address(gradients(), kRows, 16 * pair + row, 0, 2 * k + chunk));
                     multiply_step<Element, 1>(dq[panel], a, b, pair);
                 }
             }
         }
     }
 
-    // 6. The warp's 16 keys of dK.
-    SKL_DEVICE void store_keys(const HeadsOfKey& heads, int first_key,
-                               const float (&dk)[2][kHeadDim / 4], float scale) const {
+    // 6. The warp's 16 keys, 64 columns at a time.
+    SKL_DEVICE void store_keys(int first_key, const float (&dk)[2][kHeadDim / 4],
+                               float scale) const {
         const uint32 sLines = base + Traits::kLineOffset + (4 * group + warp) * Traits::kLineBytes;
         int lane = this->lane;
-        pin(lane);  // or its addresses stay in registers all the time
+        pin(lane);  // or the addresses made of it stay in registers all the time
         const int row = lane / 8, chunk = lane % 8;
-        const int head_dim = Traits::kSide == 1 ? params.head_dim1 : params.head_dim2;
+        const int head_dim = kSide == 1 ? params.head_dim1 : params.head_dim2;
         const int num_rows = params.range.num_keys - first_key;
         uint16* to = static_cast<uint16*>(params.dk) +
                      heads.batch_idx * params.dk_rows.batch_stride +
@@ -288,21 +377,20 @@ struct Consumer {
             }
             __syncwarp();
             SKL_UNROLL
-            for (int j = 0; j < 4; ++j) {
+            for (int j = 0; j < 16; j += 4) {
                 const uint4 v = *reinterpret_cast<const uint4*>(
-                    smem + panel_address(sLines - base, 16, 4 * j + row, 0, chunk));
-                if (4 * j + row < num_rows && 64 * panel + 8 * chunk < head_dim) {
-                    *reinterpret_cast<uint4*>(to + 4 * j * params.dk_rows.row_stride + 64 * panel) =
-                        v;
+                    smem + panel_address(sLines - base, 16, j + row, 0, chunk));
+                if (j + row < num_rows && 64 * panel + 8 * chunk < head_dim) {
+                    *reinterpret_cast<uint4*>(to + j * params.dk_rows.row_stride + 64 * panel) = v;
                 }
             }
             __syncwarp();
         }
     }
 
-    // 7. Once a key head.
-    SKL_DEVICE void add_dq(const HeadsOfKey& heads, const float (&dq)[kPanels][2][kElements],
-                           float unscale) const {
+    // 7. The scratch holds accumulators as fragment.cuh deals them, 16 queries of a head by 8
+    // columns.
+    SKL_DEVICE void add_dq(float unscale) const {
         const int row_tiles_per_head = ceil_div(params.range.num_queries, 16);
         SKL_UNROLL
         for (int e = 0; e < kElements; ++e) {
@@ -311,15 +399,15 @@ struct Consumer {
             const int query = rows.query(row);
             float* scratch =
                 params.dq_scratch +
-                (head_of_batch(heads, row) * row_tiles_per_head + query / 16) * (16 * kHeadDim);
-            const int of_query = query % 8 * 16 + query % 16 / 8 * 2;
+                (head_of_batch(row) * row_tiles_per_head + query / 16) * (16 * kHeadDim) +
+                query % 8 * 16 + query % 16 / 8 * 2;
             SKL_UNROLL
             for (int panel = 0; panel < kPanels; ++panel) {
                 SKL_UNROLL
                 for (int line = 0; line < 2; ++line) {
                     const int col = 64 * panel + 16 * warp + row_of_line(line);
                     if (col < kHeadDim) {
-                        atomicAdd(scratch + col / 8 * 128 + of_query + col % 8 / 2 * 4 + col % 2,
+                        atomicAdd(scratch + col / 8 * 128 + col % 8 / 2 * 4 + col % 2,
                                   dq[panel][line][e] * unscale);
                     }
                 }
@@ -332,27 +420,22 @@ struct Consumer {
 template <class Traits, bool kHasDk>
 SKL_DEVICE void consume(const BackwardParams& params, unsigned char* smem, uint32 base) {
     using Element = typename Traits::Element;
-    constexpr int kSide = Traits::kSide, kRows = Traits::kRows, kBlockK = Traits::kBlockK;
-    constexpr int kHeadDim = Traits::kHeadDim, kElements = kRows / 4;
+    constexpr int kBlockK = Traits::kBlockK, kElements = Traits::kRows / 4;
     const typename Traits::Run run(params, blockIdx.x, gridDim.x);
-    const Consumer<Traits> consumer(params, smem, base);
-    const int lane = consumer.lane, num_rows = consumer.rows.num_rows();
+    Consumer<Traits> consumer(params, smem, base);
+    const int lane = consumer.lane;
     const Interval all = params.range.all_of(0, params.range.num_queries - 1);
-    const float call = call_factor<Element>(params.max_dkl);
+    const float factor = call_factor<Element>(params.max_dkl);
     Ring<Traits::kNumStages> ring(base + Traits::kRingBarriers);
     Ring<1> queries(base + Traits::kQueryBarriers);
-    if (consumer.group == 1) ring.advance();
+    // Every other tile, from the first or from the second on.
     int tile = run.begin + consumer.group;
-    const int end_head = run.begin < run.end ? run.key_head_of(run.end - 1) + 1 : 0;
+    if (consumer.group == 1) ring.advance();
     SKL_NO_UNROLL
-    for (int key_head = run.key_head_of(run.begin); key_head < end_head; ++key_head) {
-        const HeadsOfKey heads = heads_of_key<kSide>(params, key_head);
-        consumer.collect_statistics(heads);
+    for (int key_head = run.key_head_of(run.begin); key_head <= run.key_head_of(run.end - 1);
+         ++key_head) {
+        consumer.start(key_head);
         queries.consumer_wait();
-        float dq[Traits::kPanels][2][kElements];
-        SKL_UNROLL
-        for (int panel = 0; panel < Traits::kPanels; ++panel) clear(dq[panel]);
-        float shrink_of_dq = 1.f;
         const int end = run.end_of_head(key_head);
         SKL_NO_UNROLL
         for (; tile < end; tile += Traits::kNumConsumers) {
@@ -361,36 +444,12 @@ SKL_DEVICE void consume(const BackwardParams& params, unsigned char* smem, uint3
             const int stage_offset = Traits::kRingOffset + ring.stage * Traits::kStageBytes;
             const uint32 sK = base + stage_offset + Traits::kKeysOffset;
             ring.consumer_wait();
-            // 3. The logits.
             float s1[2][kElements], s2[2][kElements];
-            PanelShared<Traits::kHeadDim1> keys1;
-            PanelShared<Traits::kHeadDim2> keys2;
-            keys1.load(base + stage_offset, kBlockK, 0);
-            keys2.load(base + stage_offset + Traits::kK1Bytes, kBlockK, 0);
-            wgmma_fence();
-            multiply_panels<Element, Traits::kHeadDim1, kRows>(s1, keys1, base);
-            multiply_panels<Element, Traits::kHeadDim2, kRows>(s2, keys2, base + Traits::kQ1Bytes);
-            wgmma_commit();
-            wgmma_wait<0>();
-            pin_all(s1);
-            pin_all(s2);
-            // 4. Their gradients, written over the logits of the other side.
-            auto& ds = kSide == 1 ? s2 : s1;
-            SKL_UNROLL
-            for (int e = 0; e < kElements; ++e) {
-                const int row = col_of_element(e);
-                const WeightedStatistics statistics = consumer.statistics()[row];
-                SKL_UNROLL
-                for (int line = 0; line < 2; ++line) {
-                    const float gradient = weighted_gradient<kSide>(
-                        s1[line][e], s2[line][e], statistics, params.scale1, params.scale2);
-                    // Zeros in place of a row that does not exist make NaN of an infinite key.
-                    ds[line][e] = row < num_rows ? gradient : 0.f;
-                }
-            }
-            const bool is_border = first_key < all.begin || first_key + kBlockK > all.end;
+            auto& ds = Traits::kSide == 1 ? s2 : s1;
+            consumer.multiply_logits(s1, s2, base + stage_offset);
+            consumer.find_gradients(ds, s1, s2);
             bool is_broken = false, scrubs = false;
-            if (is_border) {
+            if (first_key < all.begin || first_key + kBlockK > all.end) {
                 int first_key_here = first_key_of_warp;
                 pin(first_key_here);  // or what the masks make of it stays in registers
                 const bool leaks = mask_transposed(ds, consumer.rows, first_key_here, 0);
@@ -398,78 +457,31 @@ SKL_DEVICE void consume(const BackwardParams& params, unsigned char* smem, uint3
                 scrubs = consumer.any(leaks || is_broken);
             }
             float shrink = 1.f;
-            if constexpr (kNeedsRunningFactor<Element, kSide>) {
-                shrink = consumer.fit(ds);
-                if (shrink != shrink_of_dq) {
-                    SKL_UNROLL
-                    for (int panel = 0; panel < Traits::kPanels; ++panel) {
-                        multiply(dq[panel], shrink / shrink_of_dq);
-                    }
-                    shrink_of_dq = shrink;
-                }
-            }
-            uint32 fragments[kRows / 16][4];
-            const uint32 sRow =
-                panel_address(consumer.gradients(), kRows, (lane & 7) + (lane >> 4) * 8, 0,
-                              2 * consumer.warp + ((lane >> 3) & 1));
-            consumer.sync();  // nobody reads the last gradients any more
-            SKL_UNROLL
-            for (int k = 0; k < kRows / 16; ++k) {
-                pack_a<Element>(fragments[k], ds[0], ds[1], k);
-                stmatrix_x4_trans(sRow + k * (16 * 128), fragments[k]);
-            }
-            fence_async_shared();
-            consumer.sync();
-            // 5. The gradients.
-            float dk[2][kHeadDim / 4];
-            const uint32 sQ = base + Traits::kQueriesOffset;
+            if constexpr (kNeedsRunningFactor<Element, Traits::kSide>) shrink = consumer.fit(ds);
+            uint32 fragments[Traits::kRows / 16][4];
+            consumer.pass_on_gradients(fragments, ds);
+            float dk[2][Traits::kHeadDim / 4];
             if (scrubs) {
                 const int key = threadIdx.x % 128;
-                if (is_broken && first_key + key < params.range.num_keys) {
-                    consumer.mark_broken_key(key, first_key + key);
-                }
+                if (is_broken) consumer.mark_broken_key(key, first_key + key);
                 consumer.sync();
-                if constexpr (kHasDk) {
-                    clear(dk);
-                    SKL_UNROLL
-                    for (int k = 0; k < kRows / 16; ++k) {
-                        add_scrubbed<Element, kHeadDim>(dk, fragments[k], sQ, kRows, 16 * k, 0);
-                    }
-                }
-                consumer.multiply_dq_scrubbed(dq, sK);
+                consumer.template multiply_scrubbed<kHasDk>(dk, fragments, sK);
             } else {
-                wgmma_fence();
-                if constexpr (kHasDk) {
-                    using Product = Wgmma<Element, kHeadDim, 0, 1>;
-                    const uint64 b = panel_descriptor(sQ, kRows * 128);
-                    Product::start(dk, fragments[0], b);
-                    SKL_UNROLL
-                    for (int k = 1; k < kRows / 16; ++k) {
-                        Product::add(dk, fragments[k], b + k * 128);
-                    }
-                }
-                consumer.multiply_dq(dq, sK);
-                wgmma_commit();
-                wgmma_wait<0>();
-                if constexpr (kHasDk) pin_all(dk);
-                SKL_UNROLL
-                for (int panel = 0; panel < Traits::kPanels; ++panel) pin_all(dq[panel]);
+                consumer.template multiply_gradients<kHasDk>(dk, fragments, sK);
             }
-            // 6. The keys' rows.
             __syncwarp();
             ring.consumer_release(lane);
-            ring.advance();
-            ring.advance();
+            SKL_UNROLL
+            for (int i = 0; i < Traits::kNumConsumers; ++i) ring.advance();
             if constexpr (kHasDk) {
-                consumer.store_keys(heads, first_key_of_warp, dk,
-                                    params.gradient_scale / (call * shrink));
+                const float scale = params.gradient_scale / (factor * shrink);
+                consumer.store_keys(first_key_of_warp, dk, scale);
             }
         }
-        // 7. dQ.
         __syncwarp();
         queries.consumer_release(lane);
         queries.advance();
-        consumer.add_dq(heads, dq, 1.f / (call * shrink_of_dq));
+        consumer.add_dq(1.f / (factor * consumer.shrink_of_dq));
     }
 }
 
