@@ -57,7 +57,7 @@ struct BackwardParams {
     KeyBounds range;
     int num_heads, group1, group2;
     int head_dim1, head_dim2;
-    int num_blocks;        // blocks of stationary rows per head
+    int num_blocks;        // blocks of stationary rows per head; few: tiles of keys of all heads
     float scale1, scale2;  // to base 2
     float gradient_scale;  // scale_t of the side that gets gradients
 };

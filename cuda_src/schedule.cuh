@@ -169,3 +169,56 @@ struct StaggeredWalk : QueryWalk<kSide, kBlockRows, kBlockQ> {
         return first_query < query_end ? first_query : query_begin;
     }
 };
+
+// Tiles of keys of all heads, one head after the other, dealt out in runs: what a block of
+// backward_few_sm90 walks. Key heads are counted through all batches.
+template <int kBlockK>
+struct KeyRun {
+    int tiles_per_head, begin, end;
+
+    SKL_HOST_DEVICE KeyRun(const BackwardParams& params, uint32 block_idx, uint32 num_blocks)
+        : tiles_per_head(ceil_div(params.range.num_keys, kBlockK)),
+          begin(static_cast<int>(static_cast<int64>(params.num_blocks) * block_idx / num_blocks)),
+          end(static_cast<int>(static_cast<int64>(params.num_blocks) * (block_idx + 1) /
+                               num_blocks)) {}
+    SKL_HOST_DEVICE int key_head_of(int tile) const { return tile / tiles_per_head; }
+    SKL_HOST_DEVICE int end_of_head(int key_head) const {
+        return min_of(end, (key_head + 1) * tiles_per_head);
+    }
+    SKL_HOST_DEVICE int first_key(int tile, int key_head) const {
+        return (tile - key_head * tiles_per_head) * kBlockK;
+    }
+};
+
+// The query heads that share a key head of side kSide.
+struct HeadsOfKey {
+    int batch_idx, key_head_idx, first_head;
+};
+
+template <int kSide>
+SKL_HOST_DEVICE HeadsOfKey heads_of_key(const BackwardParams& params, int key_head) {
+    const int group = kSide == 1 ? params.group1 : params.group2;
+    const int num_key_heads = params.num_heads / group;
+    const int key_head_idx = key_head % num_key_heads;
+    return {key_head / num_key_heads, key_head_idx, key_head_idx * group};
+}
+
+// Their queries as the rows of one tile: row r is query r / heads of head r % heads. The rows that
+// see a key are an interval as its queries are.
+struct RowsOfKey {
+    const KeyRange<false>& range;
+    int heads, num_keys;
+
+    SKL_HOST_DEVICE RowsOfKey(const KeyRange<false>& range, int heads)
+        : range(range), heads(heads), num_keys(range.num_keys) {}
+    SKL_HOST_DEVICE int num_rows() const { return range.num_queries * heads; }
+    SKL_HOST_DEVICE int query(int row) const { return row / heads; }
+    SKL_HOST_DEVICE int head(int row) const { return row % heads; }
+    SKL_HOST_DEVICE Interval queries_of(int first, int last) const {
+        const Interval queries = range.queries_of(first, last);
+        return {queries.begin * heads, queries.end * heads};
+    }
+    SKL_HOST_DEVICE bool has_empty(int first, int last) const {
+        return range.has_empty(query(first), query(last));
+    }
+};

@@ -251,8 +251,10 @@ def backward(plan: BackwardPlan, problem: Problem, dkl: Strides, device_index: i
             (side.dk, side.key_blocks),
         ):
             if kernel is not None:
-                params = backward_params(scratch if kernel is side.fused else 0, num_blocks)
-                steps.append(Kernel(kernel, params, _maps(problem, kernel)))
+                is_fused = kernel is side.fused
+                params = backward_params(scratch if is_fused else 0, num_blocks)
+                maps = _maps(problem, kernel, side.heads_per_tile if is_fused else 1)
+                steps.append(Kernel(kernel, params, maps))
         if side.finish is not None:
             steps.append(Kernel(side.finish, _finish_params(problem, scratch, side)))
     return Chain(plan.arch, device_index, steps)

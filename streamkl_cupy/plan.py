@@ -66,6 +66,7 @@ BACKWARD_KERNELS = (
     "backward_fused_sm80",
     "backward_dq_sm80",
     "backward_dk_sm80",
+    "backward_few_sm90",
     "backward_fused_sm90",
     "backward_dq_sm90",
     "backward_dk_sm90",
@@ -291,6 +292,43 @@ class BackwardWarpgroupTile:
 
 
 @dataclass(frozen=True, slots=True)
+class FewTile:
+    """How a block of ``backward_few_sm90`` is cut: template arguments by the names they have there.
+
+    ``rows`` rows for the queries of the heads that share a key head; ``num_stages`` tiles of
+    ``FEW_BLOCK_K`` keys.
+    """
+
+    rows: int
+    num_stages: int
+
+    @property
+    def stationary_rows(self) -> int:
+        return self.rows
+
+    @property
+    def threads(self) -> int:
+        return 128 * (FEW_CONSUMERS + 1)
+
+    def boxes(self, heads: int) -> tuple[int, int]:
+        return self.rows // heads, FEW_BLOCK_K
+
+    def shared_memory(self, dim1: int, dim2: int) -> int:
+        row = _panel_row_bytes(dim1) + _panel_row_bytes(dim2)
+        # dS of a consumer and its rows' statistics, a warp's part of dK on its way.
+        gradients = FEW_CONSUMERS * self.rows * (2 * FEW_BLOCK_K + ROW_STATISTICS_BYTES)
+        lines = 4 * FEW_CONSUMERS * 16 * 128
+        barriers = 16 * (self.num_stages + 1) + 4 * FEW_CONSUMERS
+        stages = self.num_stages * FEW_BLOCK_K * row
+        return self.rows * row + stages + gradients + lines + barriers
+
+
+# Keys in a tile of ``backward_few_sm90``, and warpgroups that take them in turn.
+FEW_BLOCK_K = 64
+FEW_CONSUMERS = 2
+
+
+@dataclass(frozen=True, slots=True)
 class PairWarpgroupTile:
     """How a block of ``backward_dq_sm90`` or ``backward_dk_sm90`` is cut: template arguments by
     the names they have there.
@@ -366,6 +404,7 @@ class SidePlan:
     dq_blocks: int
     key_blocks: int
     scratch_bytes: int
+    heads_per_tile: int = 1  # whose queries a tile of the fused kernel holds
 
     @property
     def kernels(self) -> tuple[KernelPlan, ...]:
@@ -440,7 +479,7 @@ class Choice:
     strategy: str | None = None
     backward_kernel: str | None = None
     backward_tiles: tuple[
-        tuple[str, BackwardTile | BackwardWarpgroupTile | PairWarpgroupTile], ...
+        tuple[str, BackwardTile | BackwardWarpgroupTile | FewTile | PairWarpgroupTile], ...
     ] = ()
 
 
@@ -1083,6 +1122,15 @@ def _side(
             template = pair_warpgroup_template(name, problem.dtype, side, dim1, dim2, tile)
             boxes = tile.boxes(name)
             smem = tile.shared_memory(name, *_fixed_and_trained(dim1, dim2, side))
+        elif name == "backward_few_sm90":
+            if not isinstance(tile, FewTile) or tile.rows < few_rows(problem, side):
+                tile = few_tile(problem, side, device)
+            assert tile is not None
+            num_tiles = _ceil_div(num_rows, FEW_BLOCK_K) * num_heads
+            few = few_template(problem.dtype, side, dim1, dim2, tile, has_dk)
+            smem, boxes = tile.shared_memory(dim1, dim2), tile.boxes(heads_per_key(problem, side))
+            grid = min(device.num_sms, num_tiles)
+            return KernelPlan(name, few, grid, tile.threads, smem, boxes), num_tiles
         elif name == "backward_fused_sm90":
             if not isinstance(tile, BackwardWarpgroupTile):
                 tile = backward_warpgroup_tile(dim1, dim2, side, device)
@@ -1105,6 +1153,7 @@ def _side(
 
     fused = finish = dq = dk = None
     dq_blocks = key_blocks = scratch = 0
+    heads_per_tile = 1
     if wants_dq:
         dq, dq_blocks = kernel("dq", problem.num_queries, heads)
     if wants_dk:
@@ -1113,6 +1162,8 @@ def _side(
         candidate, fused_blocks = kernel("fused", problem.num_keys, key_heads, has_dk=wants_dk)
         if use_fused(strategy, problem.num_queries, device, candidate, dq, dk):
             fused, key_blocks, dq, dk, dq_blocks = (candidate, fused_blocks, None, None, 0)
+            if candidate is not None and candidate.kernel == "backward_few_sm90":
+                heads_per_tile = heads_per_key(problem, side)
             row_tiles = _ceil_div(problem.num_queries, 16)
             scratch = heads * row_tiles * 16 * trained * FLOAT_BYTES
             grid = heads * _ceil_div(row_tiles * trained // 8 * 32, FINISH_THREADS)
@@ -1130,7 +1181,9 @@ def _side(
         grid = _ceil_div(problem.num_rows, PREPARE_THREADS)
         template = (("kSide", side), ("kIsWeighted", weighted))
         prepare = KernelPlan("backward_prepare", template, grid, PREPARE_THREADS, 0)
-    return SidePlan(side, prepare, fused, finish, dq, dk, dq_blocks, key_blocks, scratch)
+    return SidePlan(
+        side, prepare, fused, finish, dq, dk, dq_blocks, key_blocks, scratch, heads_per_tile
+    )
 
 
 def backward_kernel(
@@ -1144,14 +1197,25 @@ def backward_kernel(
     """The kernel of a job, ``fused``, ``dq`` or ``dk``: Hopper's where it can run.
 
     Its rule is `why_not_sm90`, at least one query, and a tile of the head dimensions that fits.
-    Queries so few that the time is that of reading the keys go to the portable fused kernel, of
-    which two blocks share a multiprocessor: while one waits for its keys the other multiplies.
+    Queries so few that the time is that of reading the keys go to ``backward_few_sm90`` in place of
+    the fused kernel, see `why_not_few`; where it cannot take them, those of one tile of the
+    portable fused kernel go to that one, of which two blocks share a multiprocessor: while one
+    waits for its keys the other multiplies.
     """
+    few = "backward_few_sm90"
     portable, hopper = f"backward_{job}_sm80", f"backward_{job}_sm90"
     asked = force or choice.backward_kernel
     given = dict(choice.backward_tiles)
-    if hopper in given or portable in given:
+    if job == "fused" and few in given:
+        asked = few
+    elif hopper in given or portable in given:
         asked = hopper if hopper in given else portable
+    if job == "fused" and asked in (None, few):
+        why = why_not_few(problem, device, side)
+        if not why:
+            return few
+        if asked == few:
+            raise PlanError(f"{few}: {why}. Unset STREAMKL_FORCE to let the plan choose")
     if asked is not None and asked.endswith("sm80"):
         return portable
     reason = why_not_sm90(problem, device)
@@ -1162,11 +1226,92 @@ def backward_kernel(
         reason = f"expected head dimensions whose tile fits; got {dim1} and {dim2}"
     if reason and asked == hopper:
         raise PlanError(f"{hopper}: {reason}. Unset STREAMKL_FORCE to let the plan choose")
-    few = job == "fused" and asked is None and problem.num_queries <= FEW_FUSED_QUERIES
-    return portable if reason or few else hopper
+    are_few = job == "fused" and asked is None and problem.num_queries <= FEW_FUSED_QUERIES
+    return portable if reason or are_few else hopper
 
 
 FEW_FUSED_QUERIES = 16
+# Rows that a tile of backward_few_sm90 may have.
+FEW_ROWS = (16, 32, 64)
+
+
+def why_not_few(problem: Problem, device: DeviceFacts, side: int) -> str:
+    """Why ``backward_few_sm90`` cannot take the gradients of a side; empty if it can."""
+    if reason := why_not_sm90(problem, device):
+        return reason
+    if problem.num_queries == 0:
+        return "expected at least one query"
+    if problem.is_window:
+        return "expected no window and no query offset, whose keys it would all read"
+    heads = heads_per_key(problem, side)
+    other = problem.group2 if side == 1 else problem.group1
+    if other % heads:
+        return (
+            f"expected heads that share a key head of side {side} to share one of the other side; "
+            f"got groups of {heads} and {other}"
+        )
+    # A tensor map has no packs of heads that all lie at one address.
+    if heads > 1 and 0 in (problem.q1.head, problem.q2.head):
+        return "expected queries of heads that do not all lie at one address"
+    if few_tile(problem, side, device) is None:
+        return (
+            f"expected at most {FEW_ROWS[-1]} rows of queries to a key head and head dimensions "
+            f"whose tile fits; got {few_rows(problem, side)} rows, {problem.head_dim1} and "
+            f"{problem.head_dim2}"
+        )
+    return ""
+
+
+def heads_per_key(problem: Problem, side: int) -> int:
+    """Query heads that share a key head of a side."""
+    return problem.group1 if side == 1 else problem.group2
+
+
+def few_rows(problem: Problem, side: int) -> int:
+    """Rows that the queries of the heads of a key head take in a tile of ``backward_few_sm90``."""
+    return heads_per_key(problem, side) * problem.num_queries
+
+
+def few_tile(problem: Problem, side: int, device: DeviceFacts) -> FewTile | None:
+    """Choose the tile of ``backward_few_sm90``; None if there is none for these rows and head
+    dimensions."""
+    candidates = tile_candidates("backward_few_sm90", problem, device, side)
+    return cast(FewTile, candidates[0]) if candidates else None
+
+
+def few_tiles(dim1: int, dim2: int, side: int) -> Iterator[FewTile]:
+    """Tiles for a pair of buckets, those of fewer rows first, and of them those of more stages.
+
+    Sums of more than 128 columns leave no registers for more than 16 rows.
+    """
+    _, trained = _fixed_and_trained(dim1, dim2, side)
+    for rows, num_stages in itertools.product(FEW_ROWS, (8, 6, 4, 2)):
+        if rows <= 16 or trained <= 128:
+            yield FewTile(rows, num_stages)
+
+
+def few_of_each_size(dim1: int, dim2: int, side: int, device: DeviceFacts) -> tuple[FewTile, ...]:
+    """The tile of each number of rows that a pair of buckets has on a card."""
+    found: dict[int, FewTile] = {}
+    for tile in few_tiles(dim1, dim2, side):
+        if tile.shared_memory(dim1, dim2) <= device.shared_memory_per_block:
+            found.setdefault(tile.rows, tile)
+    return tuple(found.values())
+
+
+def few_template(
+    dtype: str, side: int, dim1: int, dim2: int, tile: FewTile, has_dk: bool
+) -> Template:
+    """Template arguments of ``backward_few_sm90``."""
+    return (
+        ("Element", ELEMENTS[dtype]),
+        ("kSide", side),
+        ("kHeadDim1", dim1),
+        ("kHeadDim2", dim2),
+        ("kRows", tile.rows),
+        ("kNumStages", tile.num_stages),
+        ("kHasDk", has_dk),
+    )
 
 
 def use_fused(
@@ -1186,6 +1331,8 @@ def use_fused(
     """
     if fused is None or strategy == "separate":
         return False
+    if fused.kernel == "backward_few_sm90":
+        return True
     if strategy == "fused" and dk is not None:
         return True
     is_hopper = any(step is not None and step.boxes is not None for step in (dq, dk))
@@ -1554,8 +1701,10 @@ def _with_tuned_backward(
         return choice
     wrt = (f"q{side}",) * wants_dq + (f"k{side}",) * wants_dk
     tuned = _tuned(problem, device, problem_class(problem, wrt, deterministic))
-    is_hopper = any(kernel.endswith("sm90") for kernel, _ in tuned.backward_tiles)
-    if is_hopper and why_not_sm90(problem, device):
+    kernels = [kernel for kernel, _ in tuned.backward_tiles]
+    if any(kernel.endswith("sm90") for kernel in kernels) and why_not_sm90(problem, device):
+        return choice
+    if "backward_few_sm90" in kernels and why_not_few(problem, device, side):
         return choice
     return replace(
         choice,
@@ -1568,7 +1717,13 @@ def _with_tuned_backward(
 def tile_candidates(
     kernel: str, problem: Problem, device: DeviceFacts, side: int = 0
 ) -> tuple[
-    ForwardTile | WarpgroupTile | BackwardTile | BackwardWarpgroupTile | PairWarpgroupTile, ...
+    ForwardTile
+    | WarpgroupTile
+    | BackwardTile
+    | BackwardWarpgroupTile
+    | FewTile
+    | PairWarpgroupTile,
+    ...,
 ]:
     """Every tile of a kernel that fits the card, not only the one that the plan takes.
 
@@ -1598,6 +1753,10 @@ def tile_candidates(
         fixed, trained = _fixed_and_trained(*dims, side)
         pair = pair_warpgroup_tiles(kernel, fixed, trained)
         return tuple(tile for tile in pair if tile.shared_memory(kernel, fixed, trained) <= limit)
+    if kernel == "backward_few_sm90":
+        num_rows = few_rows(problem, side)
+        wide_enough = (tile for tile in few_tiles(*dims, side) if tile.rows >= num_rows)
+        return tuple(tile for tile in wide_enough if tile.shared_memory(*dims) <= limit)
     if kernel == "backward_fused_sm90":
         cut = backward_warpgroup_tiles(*dims, side)
         return tuple(tile for tile in cut if tile.shared_memory(*dims, side) <= limit)
@@ -1752,6 +1911,11 @@ def _specialisations(
                             template = pair_warpgroup_template(
                                 kernel, dtype, side, dim1, dim2, pair
                             )
+                        elif kernel == "backward_few_sm90":
+                            for few in few_of_each_size(dim1, dim2, side, device):
+                                template = few_template(dtype, side, dim1, dim2, few, has_dk)
+                                found[kernel, template] = None
+                            continue
                         else:
                             fit = backward_warpgroup_tile(dim1, dim2, side, device)
                             if fit is None:

@@ -8,3 +8,11 @@ SKL_DEVICE void stmatrix_x4(uint32 address, const uint32 (&r)[4]) {
                  "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                  : "memory");
 }
+
+// Each matrix transposed: the rows that lanes give addresses of are its columns.
+SKL_DEVICE void stmatrix_x4_trans(uint32 address, const uint32 (&r)[4]) {
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+        "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+        : "memory");
+}

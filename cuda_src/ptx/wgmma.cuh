@@ -24,6 +24,7 @@ SKL_DEVICE void wgmma_wait() {
     SKL_OUT4(c, s, j), SKL_OUT4(c, s, (j) + 4), SKL_OUT4(c, s, (j) + 8), SKL_OUT4(c, s, (j) + 12)
 
 // Their places in the instruction's text.
+#define SKL_AT_0_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define SKL_AT_0_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define SKL_AT_16_24 "%16, %17, %18, %19, %20, %21, %22, %23"
 #define SKL_AT_16_32 \
@@ -43,6 +44,82 @@ SKL_DEVICE void wgmma_wait() {
 
 template <class Element, int kCols, int kTransposeA = 0, int kTransposeB = 0>
 struct Wgmma;
+template <int kTransposeA, int kTransposeB>
+struct Wgmma<bf16, 16, kTransposeA, kTransposeB> {
+    SKL_DEVICE static void start(float (&s)[2][4], uint64 a, uint64 b) {
+        asm volatile(
+            "{.reg .pred p; setp.ne.b32 p, 0, 0; "
+            "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {" SKL_AT_0_8
+            "}, %8, %9, p, 1, 1, %10, %11;}"
+            : SKL_OUT("=f", s, 0), SKL_OUT("=f", s, 1)
+            : "l"(a), "l"(b), "n"(kTransposeA), "n"(kTransposeB));
+    }
+    SKL_DEVICE static void start(float (&s)[2][4], const uint32 (&a)[4], uint64 b) {
+        static_assert(!kTransposeA, "registers are what they are");
+        asm volatile(
+            "{.reg .pred p; setp.ne.b32 p, 0, 0; "
+            "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {" SKL_AT_0_8
+            "}, {%8, %9, %10, %11}, %12, p, 1, 1, %13;}"
+            : SKL_OUT("=f", s, 0), SKL_OUT("=f", s, 1)
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kTransposeB));
+    }
+    SKL_DEVICE static void add(float (&s)[2][4], uint64 a, uint64 b) {
+        asm volatile(
+            "{.reg .pred p; setp.ne.b32 p, 1, 0; "
+            "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {" SKL_AT_0_8
+            "}, %8, %9, p, 1, 1, %10, %11;}"
+            : SKL_OUT("+f", s, 0), SKL_OUT("+f", s, 1)
+            : "l"(a), "l"(b), "n"(kTransposeA), "n"(kTransposeB));
+    }
+    SKL_DEVICE static void add(float (&s)[2][4], const uint32 (&a)[4], uint64 b) {
+        static_assert(!kTransposeA, "registers are what they are");
+        asm volatile(
+            "{.reg .pred p; setp.ne.b32 p, 1, 0; "
+            "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {" SKL_AT_0_8
+            "}, {%8, %9, %10, %11}, %12, p, 1, 1, %13;}"
+            : SKL_OUT("+f", s, 0), SKL_OUT("+f", s, 1)
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kTransposeB));
+    }
+};
+
+template <int kTransposeA, int kTransposeB>
+struct Wgmma<fp16, 16, kTransposeA, kTransposeB> {
+    SKL_DEVICE static void start(float (&s)[2][4], uint64 a, uint64 b) {
+        asm volatile(
+            "{.reg .pred p; setp.ne.b32 p, 0, 0; "
+            "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {" SKL_AT_0_8
+            "}, %8, %9, p, 1, 1, %10, %11;}"
+            : SKL_OUT("=f", s, 0), SKL_OUT("=f", s, 1)
+            : "l"(a), "l"(b), "n"(kTransposeA), "n"(kTransposeB));
+    }
+    SKL_DEVICE static void start(float (&s)[2][4], const uint32 (&a)[4], uint64 b) {
+        static_assert(!kTransposeA, "registers are what they are");
+        asm volatile(
+            "{.reg .pred p; setp.ne.b32 p, 0, 0; "
+            "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {" SKL_AT_0_8
+            "}, {%8, %9, %10, %11}, %12, p, 1, 1, %13;}"
+            : SKL_OUT("=f", s, 0), SKL_OUT("=f", s, 1)
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kTransposeB));
+    }
+    SKL_DEVICE static void add(float (&s)[2][4], uint64 a, uint64 b) {
+        asm volatile(
+            "{.reg .pred p; setp.ne.b32 p, 1, 0; "
+            "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {" SKL_AT_0_8
+            "}, %8, %9, p, 1, 1, %10, %11;}"
+            : SKL_OUT("+f", s, 0), SKL_OUT("+f", s, 1)
+            : "l"(a), "l"(b), "n"(kTransposeA), "n"(kTransposeB));
+    }
+    SKL_DEVICE static void add(float (&s)[2][4], const uint32 (&a)[4], uint64 b) {
+        static_assert(!kTransposeA, "registers are what they are");
+        asm volatile(
+            "{.reg .pred p; setp.ne.b32 p, 1, 0; "
+            "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {" SKL_AT_0_8
+            "}, {%8, %9, %10, %11}, %12, p, 1, 1, %13;}"
+            : SKL_OUT("+f", s, 0), SKL_OUT("+f", s, 1)
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(kTransposeB));
+    }
+};
+
 template <int kTransposeA, int kTransposeB>
 struct Wgmma<bf16, 32, kTransposeA, kTransposeB> {
     SKL_DEVICE static void start(float (&s)[2][8], uint64 a, uint64 b) {

@@ -373,6 +373,44 @@ int visit_keys_staggered(const BackwardParams& params, const Range& range, int n
     return num_wrong;
 }
 
+// The blocks of backward_few_sm90, all together.
+template <int kSide>
+int visit_keys_in_runs(const BackwardParams& params, int num_blocks, int* counts) {
+    constexpr int kBlockK = 64;
+    const auto& range = range_of<KeyRange<false>>(params.range);
+    const int group = kSide == 1 ? params.group1 : params.group2;
+    const RowsOfKey rows(range, group);
+    int num_wrong = 0, next_tile = 0;
+    for (int block_idx = 0; block_idx < num_blocks; ++block_idx) {
+        const KeyRun<kBlockK> run(params, block_idx, num_blocks);
+        if (run.begin != next_tile || run.end < run.begin) ++num_wrong;
+        next_tile = run.end;
+        for (int tile = run.begin; tile < run.end;) {
+            const int key_head = run.key_head_of(tile), end = run.end_of_head(key_head);
+            const HeadsOfKey heads = heads_of_key<kSide>(params, key_head);
+            if (end <= tile || heads.first_head / group != heads.key_head_idx) ++num_wrong;
+            for (; tile < end; ++tile) {
+                for (int i = 0; i < kBlockK; ++i) {
+                    const int key = run.first_key(tile, key_head) + i;
+                    if (key >= range.num_keys) continue;
+                    const Interval visible = rows.queries_of(key, key);
+                    for (int row = visible.begin; row < visible.end; ++row) {
+                        if (row >= rows.num_rows()) {
+                            ++num_wrong;
+                            continue;
+                        }
+                        const int64 head = static_cast<int64>(heads.batch_idx) * params.num_heads +
+                                           heads.first_head + rows.head(row);
+                        ++counts[(head * range.num_queries + rows.query(row)) * range.num_keys +
+                                 key];
+                    }
+                }
+            }
+        }
+    }
+    return num_wrong + (next_tile != params.num_blocks);
+}
+
 }  // namespace
 
 // Counts how often each pair of a query and a key meets; counts [queries][keys] start at zero.
@@ -471,6 +509,21 @@ extern "C" int count_backward_staggered(const KeyBounds* bounds, int is_window, 
         return side == 1 ? visit_keys_staggered<1>(params, range, num_batches, counts)
                          : visit_keys_staggered<2>(params, range, num_batches, counts);
     });
+}
+
+// The same for backward_few_sm90; also counts tiles that are not the next one.
+extern "C" int count_backward_in_runs(const KeyBounds* bounds, int side, int num_batches,
+                                      int num_heads, int group1, int group2, int num_blocks,
+                                      int* counts) {
+    BackwardParams params{};
+    params.range = *bounds;
+    params.num_heads = num_heads;
+    params.group1 = group1;
+    params.group2 = group2;
+    params.num_blocks =
+        ceil_div(bounds->num_keys, 64) * num_batches * (num_heads / (side == 1 ? group1 : group2));
+    return side == 1 ? visit_keys_in_runs<1>(params, num_blocks, counts)
+                     : visit_keys_in_runs<2>(params, num_blocks, counts);
 }
 
 // What a block of keys keeps in static shared memory.

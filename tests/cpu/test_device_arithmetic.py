@@ -1086,6 +1086,37 @@ def test_blocks_that_go_round_visit_each_pair_once(
     np.testing.assert_array_equal(counts, expected)
 
 
+@many(max_examples=60)
+@given(
+    num_queries=st.integers(1, 64),
+    num_keys=LONGER,
+    causal=st.booleans(),
+    side=st.sampled_from((1, 2)),
+    groups=st.sampled_from(((1, 1, 1), (6, 3, 3), (6, 2, 6), (4, 1, 4), (6, 6, 6))),
+    num_blocks=st.integers(1, 40),
+)
+@example(num_queries=9, num_keys=70, causal=True, side=2, groups=(6, 6, 2), num_blocks=132)
+def test_runs_of_key_tiles_visit_each_pair_once(
+    library: ctypes.CDLL,
+    num_queries: int,
+    num_keys: int,
+    causal: bool,
+    side: int,
+    groups: tuple[int, int, int],
+    num_blocks: int,
+) -> None:
+    num_batches, (num_heads, group1, group2) = 2, groups
+    counts = np.zeros((num_batches, num_heads, num_queries, num_keys), np.int32)
+    mask = Mask(causal, takes_window=False)
+    bounds, _ = mask.bounds(num_queries, num_keys)
+    num_wrong = library.count_backward_in_runs(
+        bounds, side, num_batches, num_heads, group1, group2, num_blocks, pointer(counts)
+    )
+    assert num_wrong == 0
+    expected = np.broadcast_to(mask.allowed(num_queries, num_keys), counts.shape)
+    np.testing.assert_array_equal(counts, expected)
+
+
 # ---------------------------------------------------------------------------------------- smem.cuh
 
 

@@ -566,7 +566,7 @@ def test_candidates_on_hopper_are_of_both_generations() -> None:
     problem = hopper_problem(num_queries=4096, num_keys=4096)
     found = plan.backward_candidates(problem, H200, ("q2", "k2"))
     kernels = {kernel.kernel for chosen in found for kernel in chosen.kernels}
-    assert set(plan.BACKWARD_KERNELS) <= kernels
+    assert set(plan.BACKWARD_KERNELS) - {"backward_few_sm90"} <= kernels
     entry = next(c for c in found.values() if c.strategy == "fused" and c.backward_kernel)
     assert plan.backward(problem, tuned(H200, problem, entry, wrt=("q2", "k2")), ("q2", "k2")) in [
         chosen for chosen, choice in found.items() if choice == entry
@@ -1036,15 +1036,26 @@ def test_a_forced_kernel_binds_its_direction_only() -> None:
         plan.backward(problem, HOPPER, ("q2",), force="backward")
 
 
-@pytest.mark.parametrize(("num_queries", "generation"), [(1, "sm80"), (16, "sm80"), (17, "sm90")])
-def test_few_queries_take_the_portable_fused_kernel(num_queries: int, generation: str) -> None:
-    problem = hopper_problem(num_queries=num_queries, num_keys=2**17)
-    for wrt in (("q2", "k2"), ("q1",)):
-        side = plan.backward(problem, HOPPER, wrt).sides[0]
-        assert side.fused is not None
-        assert side.generation == generation
-    forced = plan.backward(problem, HOPPER, ("q2", "k2"), force="backward_fused_sm90")
-    assert forced.sides[0].generation == "sm90"
+@pytest.mark.parametrize(
+    ("num_queries", "options", "kernel"),
+    [
+        (1, {}, "backward_few_sm90"),
+        (64, {}, "backward_few_sm90"),
+        (65, {}, "backward_fused_sm90"),
+        (16, {"q_offset": 3, "causal": True}, "backward_fused_sm80"),
+        (17, {"window": (5, 5)}, "backward_fused_sm90"),
+    ],
+)
+def test_few_queries_take_a_kernel_of_their_own(
+    num_queries: int, options: dict[str, Any], kernel: str
+) -> None:
+    problem = hopper_problem(num_queries=num_queries, num_keys=2**17, **options)
+    side = plan.backward(problem, HOPPER, ("q2", "k2")).sides[0]
+    assert side.fused is not None
+    assert side.fused.kernel == kernel
+    forced = plan.backward(problem, HOPPER, ("q2", "k2"), force="backward_fused_sm90").sides[0]
+    assert forced.fused is not None
+    assert forced.fused.kernel == "backward_fused_sm90"
 
 
 def test_override_of_the_fused_tile() -> None:

@@ -15,9 +15,18 @@ from pathlib import Path
 import cupy
 import numpy as np
 
-from streamkl_cupy import jit, plan
+import streamkl_cupy as skl
+from streamkl_cupy import jit, launch, plan
 from streamkl_cupy.problem import INPUTS
-from tests.gpu.card import Cupy, backward_plan, forward_plan, random_inputs, run, upload
+from tests.gpu.card import (
+    Cupy,
+    backward_plan,
+    forward_plan,
+    problem_of,
+    random_inputs,
+    run,
+    upload,
+)
 
 # Dtype, lengths, options, splits of the keys, and by how many bytes inputs are off alignment.
 RUNS = (
@@ -47,6 +56,26 @@ def let_all_lanes_arrive(directory: Path) -> None:
     jit.source_directory = lambda: copy
 
 
+def run_states(library: Cupy, rng: np.random.Generator) -> set[str]:
+    """Entropies, given log-sum-exps and merged states; returns the kernels behind the forward."""
+    inputs = random_inputs(rng, "bfloat16", **HEADS, num_queries=70, num_keys=90)
+    arrays = {name: upload(library, values) for name, values in inputs.items()}
+    qk = [arrays[name] for name in INPUTS]
+    with plan.override(num_splits=2):
+        entropies = skl.attention_kl(*qk, return_entropy=True)
+        given = {"lse1": entropies.lse1, "lse2": entropies.lse2}
+        state = skl.attention_kl(*qk, **given, return_state=True)
+    gradients = skl.attention_kl_backward(arrays["dkl"], *qk, state, wrt=INPUTS)
+    own = skl.attention_kl(*qk, return_state=True)
+    merged = skl.merge_states(*(own,) * (plan.MERGED_AT_ONCE + 1))
+    for values in (entropies.entropy, state.kl, merged.kl, *gradients):
+        assert np.isfinite(library.get(values).astype(np.float32)).all()
+    facts = launch.device_facts(0)
+    problem = problem_of(arrays, {})
+    behind = plan.forward(problem, facts, given=("lse1", "lse2")).kernels[-1]
+    return {behind.kernel, *(step.kernel for step in plan.merge(1, 2, facts).kernels)}
+
+
 def main() -> None:
     library, rng = Cupy(), np.random.default_rng(0)
     ran: set[str] = set()
@@ -65,6 +94,8 @@ def main() -> None:
                     assert finite.all() or name.startswith("lse"), name
         cupy.cuda.Device().synchronize()
         print(f"ran {dtype} {lengths} {options} splits {num_splits} offset {offset}", flush=True)
+    ran |= run_states(library, rng)
+    cupy.cuda.Device().synchronize()
     missing = {path.stem for path in jit.source_directory().glob("*.cu")} - ran
     assert not missing, f"never launched: {sorted(missing)}"
     print("every kernel ran", flush=True)
