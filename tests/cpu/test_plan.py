@@ -489,7 +489,7 @@ def test_candidates_on_hopper_are_of_both_generations() -> None:
     problem = hopper_problem(num_queries=4096, num_keys=4096)
     found = plan.backward_candidates(problem, H200, ("q2", "k2"))
     kernels = {kernel.kernel for chosen in found for kernel in chosen.kernels}
-    assert set(plan.BACKWARD_KERNELS) <= kernels
+    assert set(plan.BACKWARD_KERNELS) - {"backward_few_sm90"} <= kernels
     entry = next(c for c in found.values() if c.strategy == "fused" and c.backward_kernel)
     assert plan.backward(problem, tuned(H200, problem, entry, wrt=("q2", "k2")), ("q2", "k2")) in [
         chosen for chosen, choice in found.items() if choice == entry
