@@ -6,7 +6,8 @@
 // with t = kSide and ds as in gradient.cuh. The queries of all heads that share a key head are the
 // rows of one tile of kRows, so that keys are read and dK is written once. Blocks add their parts
 // of dQ to a float32 scratch in no fixed order, so the last bits of dQ differ from run to run;
-// backward_finish scales and rounds it. dK has a fixed order. Without kHasDk only dQ is made.
+// backward_finish scales and rounds it. dK has a fixed order. Without kHasDq or kHasDk only the
+// other is made.
 //
 // Grid: a block a multiprocessor, each with a run of the tiles of 64 keys of all key heads, one
 // head after the other. Warpgroup 0 produces: one lane asks the copy engine for tiles. Two further
@@ -38,11 +39,13 @@
 
 inline constexpr int kFewThreads = 128 * 3;  // a producer and two consumers
 
-template <class Element_, int kSide_, int kHeadDim1_, int kHeadDim2_, int kRows_, int kNumStages_>
+template <class Element_, int kSide_, int kHeadDim1_, int kHeadDim2_, int kRows_, int kNumStages_,
+          bool kHasDq_, bool kHasDk_>
 struct FewTraits {
     using Element = Element_;
     static constexpr int kSide = kSide_, kHeadDim1 = kHeadDim1_, kHeadDim2 = kHeadDim2_;
     static constexpr int kRows = kRows_, kNumStages = kNumStages_;
+    static constexpr bool kHasDq = kHasDq_, kHasDk = kHasDk_;
     static constexpr int kHeadDim = kSide == 1 ? kHeadDim1 : kHeadDim2;
     static constexpr int kPanels = PanelTile<kHeadDim>::kPanels;
     static constexpr int kBlockK = 64, kNumConsumers = 2, kNumWarps = 4 * kNumConsumers;
@@ -134,6 +137,7 @@ struct Consumer {
     static constexpr int kSide = Traits::kSide, kHeadDim = Traits::kHeadDim;
     static constexpr int kRows = Traits::kRows, kElements = kRows / 4, kSteps = kRows / 16;
     static constexpr int kBlockK = Traits::kBlockK, kPanels = Traits::kPanels;
+    static constexpr bool kHasDq = Traits::kHasDq, kHasDk = Traits::kHasDk;
 
     const BackwardParams& params;
     unsigned char* smem;
@@ -251,18 +255,19 @@ struct Consumer {
                                       const float (&ds)[2][kElements]) const {
         const uint32 sRow = panel_address(gradients(), kRows, (lane & 7) + (lane >> 4) * 8, 0,
                                           2 * warp + ((lane >> 3) & 1));
-        sync();  // nobody reads the last gradients any more
+        if constexpr (kHasDq) sync();  // nobody reads the last gradients any more
         SKL_UNROLL
         for (int k = 0; k < kSteps; ++k) {
             pack_a<Element>(fragments[k], ds[0], ds[1], k);
-            stmatrix_x4_trans(sRow + k * (16 * 128), fragments[k]);
+            if constexpr (kHasDq) stmatrix_x4_trans(sRow + k * (16 * 128), fragments[k]);
         }
-        fence_async_shared();
-        sync();
+        if constexpr (kHasDq) {
+            fence_async_shared();
+            sync();
+        }
     }
 
     // 5. dK of 64 keys, and what they add to dQ^T, 64 columns at a time.
-    template <bool kHasDk>
     SKL_DEVICE void multiply_gradients(float (&dk)[2][kHeadDim / 4],
                                        const uint32 (&fragments)[kSteps][4], uint32 sK) {
         using ProductDk = Wgmma<Element, kHeadDim, 0, 1>;
@@ -276,7 +281,7 @@ struct Consumer {
         }
         const uint64 b = panel_descriptor(gradients());
         SKL_UNROLL
-        for (int panel = 0; panel < kPanels; ++panel) {
+        for (int panel = 0; kHasDq && panel < kPanels; ++panel) {
             const uint64 a = panel_descriptor(sK + panel * (kBlockK * 128));
             SKL_UNROLL
             for (int k = 0; k < kBlockK / 16; ++k) {
@@ -320,7 +325,6 @@ struct Consumer {
     }
 
     // The same products warp by warp, which read broken elements of K_t and Q_t as zero.
-    template <bool kHasDk>
     SKL_DEVICE void multiply_scrubbed(float (&dk)[2][kHeadDim / 4],
                                       const uint32 (&fragments)[kSteps][4], uint32 sK) {
         clear(dk);
@@ -331,7 +335,7 @@ struct Consumer {
         }
         const int row = (lane & 7) + (lane >> 4) * 8, chunk = (lane >> 3) & 1;
         SKL_UNROLL
-        for (int panel = 0; panel < kPanels; ++panel) {
+        for (int panel = 0; kHasDq && panel < kPanels; ++panel) {
             SKL_NO_UNROLL
             for (int k = 0; k < kBlockK / 16; ++k) {
                 uint32 a[1][4];
@@ -388,27 +392,35 @@ struct Consumer {
         }
     }
 
-    // 7. The scratch holds accumulators as fragment.cuh deals them, 16 queries of a head by 8
-    // columns.
-    SKL_DEVICE void add_dq(float unscale) const {
-        const int row_tiles_per_head = ceil_div(params.range.num_queries, 16);
+    // 7. The scratch holds tiles of 16 rows by 8 columns as fragment.cuh deals accumulators, four
+    // floats a lane: two columns of a row and of the one eight below. The other column of a row is
+    // with the neighbour in dQ^T, and so each of the two gives one away.
+    SKL_DEVICE void add_dq(int key_head, float unscale) const {
+        const int row_tiles = ceil_div(rows.num_rows(), 16);
+        const bool is_odd = (lane >> 2 & 1) != 0;
         SKL_UNROLL
-        for (int e = 0; e < kElements; ++e) {
-            const int row = col_of_element(e);
-            if (row >= rows.num_rows()) continue;
-            const int query = rows.query(row);
-            float* scratch =
-                params.dq_scratch +
-                (head_of_batch(row) * row_tiles_per_head + query / 16) * (16 * kHeadDim) +
-                query % 8 * 16 + query % 16 / 8 * 2;
+        for (int k = 0; k < kSteps; ++k) {
+            if (k >= row_tiles) break;
+            float* scratch = params.dq_scratch +
+                             (static_cast<int64>(key_head) * row_tiles + k) * (16 * kHeadDim);
             SKL_UNROLL
             for (int panel = 0; panel < kPanels; ++panel) {
                 SKL_UNROLL
                 for (int line = 0; line < 2; ++line) {
                     const int col = 64 * panel + 16 * warp + row_of_line(line);
+                    float of_row[4];
+                    SKL_UNROLL
+                    for (int half = 0; half < 2; ++half) {
+                        const float first = dq[panel][line][4 * k + 2 * half];
+                        const float second = dq[panel][line][4 * k + 2 * half + 1];
+                        const float other = __shfl_xor_sync(~0u, is_odd ? first : second, 4);
+                        of_row[2 * half] = unscale * (is_odd ? other : first);
+                        of_row[2 * half + 1] = unscale * (is_odd ? second : other);
+                    }
+                    const int row = 2 * (lane & 3) + is_odd;
                     if (col < kHeadDim) {
-                        atomicAdd(scratch + col / 8 * 128 + col % 8 / 2 * 4 + col % 2,
-                                  dq[panel][line][e] * unscale);
+                        reduce_add_global(scratch + col / 8 * 128 + row * 16 + col % 8 / 2 * 4,
+                                          of_row[0], of_row[1], of_row[2], of_row[3]);
                     }
                 }
             }
@@ -417,7 +429,7 @@ struct Consumer {
 };
 
 // Steps 3 to 7. Of a warpgroup.
-template <class Traits, bool kHasDk>
+template <class Traits>
 SKL_DEVICE void consume(const BackwardParams& params, unsigned char* smem, uint32 base) {
     using Element = typename Traits::Element;
     constexpr int kBlockK = Traits::kBlockK, kElements = Traits::kRows / 4;
@@ -465,15 +477,15 @@ SKL_DEVICE void consume(const BackwardParams& params, unsigned char* smem, uint3
                 const int key = threadIdx.x % 128;
                 if (is_broken) consumer.mark_broken_key(key, first_key + key);
                 consumer.sync();
-                consumer.template multiply_scrubbed<kHasDk>(dk, fragments, sK);
+                consumer.multiply_scrubbed(dk, fragments, sK);
             } else {
-                consumer.template multiply_gradients<kHasDk>(dk, fragments, sK);
+                consumer.multiply_gradients(dk, fragments, sK);
             }
             __syncwarp();
             ring.consumer_release(lane);
             SKL_UNROLL
             for (int i = 0; i < Traits::kNumConsumers; ++i) ring.advance();
-            if constexpr (kHasDk) {
+            if constexpr (Traits::kHasDk) {
                 const float scale = params.gradient_scale / (factor * shrink);
                 consumer.store_keys(first_key_of_warp, dk, scale);
             }
@@ -481,16 +493,18 @@ SKL_DEVICE void consume(const BackwardParams& params, unsigned char* smem, uint3
         __syncwarp();
         queries.consumer_release(lane);
         queries.advance();
-        consumer.add_dq(1.f / (factor * consumer.shrink_of_dq));
+        if constexpr (Traits::kHasDq)
+            consumer.add_dq(key_head, 1.f / (factor * consumer.shrink_of_dq));
     }
 }
 
 template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kRows, int kNumStages,
-          bool kHasDk>
+          bool kHasDq, bool kHasDk>
 __global__ void __launch_bounds__(kFewThreads, 1)
     backward_few_sm90(const __grid_constant__ InputMaps maps,
                       const __grid_constant__ BackwardParams params) {
-    using Traits = FewTraits<Element, kSide, kHeadDim1, kHeadDim2, kRows, kNumStages>;
+    using Traits =
+        FewTraits<Element, kSide, kHeadDim1, kHeadDim2, kRows, kNumStages, kHasDq, kHasDk>;
     extern __shared__ __align__(1024) unsigned char smem[];
     const uint32 base = shared_address(smem);
     if (threadIdx.x == 0) {
@@ -514,6 +528,6 @@ __global__ void __launch_bounds__(kFewThreads, 1)
         if (warp_id() == 0) produce<Traits>(maps, params, base);
     } else {
         take_registers<Traits::kConsumerRegisters>();
-        consume<Traits, kHasDk>(params, smem, base);
+        consume<Traits>(params, smem, base);
     }
 }

@@ -67,7 +67,8 @@ struct FinishParams {
     void* dq;
     RowsRef dq_rows;
     int num_heads, num_queries, head_dim;
-    int num_row_tiles;  // of 16 rows, per head
+    int num_row_tiles;  // of 16 rows, per head or heads that share a tile
+    int heads_per_tile;
     float gradient_scale;
 };
 

@@ -81,7 +81,7 @@ REPLACE_PARAMS = struct.Struct(
     "=" + "QQQQQ" + "QQQQQQ" + _ROWS + "QQ" + _ROWS * 2 + "ff" + "ii" + "q"
 )
 MERGE_PARAMS = struct.Struct("=" + "QQQQQ" + "QQQQQ" * MERGED_AT_ONCE + "q" + "i" + "4x")
-FINISH_PARAMS = struct.Struct("=" + "Q" + "Q" + _ROWS + "iii" + "i" + "f" + "4x")
+FINISH_PARAMS = struct.Struct("=" + "Q" + "Q" + _ROWS + "iii" + "ii" + "f")
 
 # What the arrays of a launch are called; one that there is not has the address 0.
 STATE = ("kl", "lse1", "lse2", "lse1_low", "lse2_low")
@@ -251,9 +251,8 @@ def backward(plan: BackwardPlan, problem: Problem, dkl: Strides, device_index: i
             (side.dk, side.key_blocks),
         ):
             if kernel is not None:
-                is_fused = kernel is side.fused
-                params = backward_params(scratch if is_fused else 0, num_blocks)
-                maps = _maps(problem, kernel, side.heads_per_tile if is_fused else 1)
+                params = backward_params(scratch if kernel is side.fused else 0, num_blocks)
+                maps = _maps(problem, kernel, side.heads_per_tile)
                 steps.append(Kernel(kernel, params, maps))
         if side.finish is not None:
             steps.append(Kernel(side.finish, _finish_params(problem, scratch, side)))
@@ -375,7 +374,8 @@ def _finish_params(problem: Problem, scratch: Address, side: SidePlan) -> Params
             problem.num_heads,
             problem.num_queries,
             problem.head_dim1 if side.side == 1 else problem.head_dim2,
-            -(-problem.num_queries // 16),
+            -(-problem.num_queries * side.heads_per_tile // 16),
+            side.heads_per_tile,
             problem.scale1 if side.side == 1 else problem.scale2,
         ),
     )

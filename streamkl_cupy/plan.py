@@ -404,7 +404,7 @@ class SidePlan:
     dq_blocks: int
     key_blocks: int
     scratch_bytes: int
-    heads_per_tile: int = 1  # whose queries a tile of the fused kernel holds
+    heads_per_tile: int = 1  # whose queries a tile of backward_few_sm90 holds
 
     @property
     def kernels(self) -> tuple[KernelPlan, ...]:
@@ -1110,7 +1110,7 @@ def _side(
     key_heads = problem.batch * (problem.num_key_heads1 if side == 1 else problem.num_key_heads2)
 
     def kernel(
-        job: str, num_rows: int, num_heads: int, has_dk: bool = True
+        job: str, num_rows: int, num_heads: int, has_dk: bool = True, has_dq: bool = True
     ) -> tuple[KernelPlan | None, int]:
         name = backward_kernel(job, problem, device, side, force, choice)
         tile = tiles.get(name)
@@ -1127,7 +1127,7 @@ def _side(
                 tile = few_tile(problem, side, device)
             assert tile is not None
             num_tiles = _ceil_div(num_rows, FEW_BLOCK_K) * num_heads
-            few = few_template(problem.dtype, side, dim1, dim2, tile, has_dk)
+            few = few_template(problem.dtype, side, dim1, dim2, tile, has_dq, has_dk)
             smem, boxes = tile.shared_memory(dim1, dim2), tile.boxes(heads_per_key(problem, side))
             grid = min(device.num_sms, num_tiles)
             return KernelPlan(name, few, grid, tile.threads, smem, boxes), num_tiles
@@ -1158,15 +1158,22 @@ def _side(
         dq, dq_blocks = kernel("dq", problem.num_queries, heads)
     if wants_dk:
         dk, key_blocks = kernel("dk", problem.num_keys, key_heads)
-    if wants_dq and not deterministic and problem.num_rows > 0 and problem.num_keys > 0:
-        candidate, fused_blocks = kernel("fused", problem.num_keys, key_heads, has_dk=wants_dk)
+    if not deterministic and problem.num_rows > 0 and problem.num_keys > 0:
+        candidate, num_blocks = kernel("fused", problem.num_keys, key_heads, wants_dk, wants_dq)
         if use_fused(strategy, problem.num_queries, device, candidate, dq, dk):
-            fused, key_blocks, dq, dk, dq_blocks = (candidate, fused_blocks, None, None, 0)
-            if candidate is not None and candidate.kernel == "backward_few_sm90":
+            assert candidate is not None
+            if candidate.kernel == "backward_few_sm90":
                 heads_per_tile = heads_per_key(problem, side)
-            row_tiles = _ceil_div(problem.num_queries, 16)
-            scratch = heads * row_tiles * 16 * trained * FLOAT_BYTES
-            grid = heads * _ceil_div(row_tiles * trained // 8 * 32, FINISH_THREADS)
+            dq, dk, dq_blocks, key_blocks = None, None, 0, num_blocks
+            if wants_dq:
+                fused = candidate
+            else:
+                dk = candidate
+        if fused is not None:
+            num_tiles = heads // heads_per_tile
+            row_tiles = _ceil_div(problem.num_queries * heads_per_tile, 16)
+            scratch = num_tiles * row_tiles * 16 * trained * FLOAT_BYTES
+            grid = num_tiles * _ceil_div(row_tiles * trained // 8 * 32, FINISH_THREADS)
             template: Template = (("Element", ELEMENTS[problem.dtype]), ("kHeadDim", trained))
             finish = KernelPlan("backward_finish", template, grid, FINISH_THREADS, 0)
     if dq is not None and dk is not None and (dq.boxes is None) != (dk.boxes is None):
@@ -1293,14 +1300,20 @@ def few_tiles(dim1: int, dim2: int, side: int) -> Iterator[FewTile]:
 def few_of_each_size(dim1: int, dim2: int, side: int, device: DeviceFacts) -> tuple[FewTile, ...]:
     """The tile of each number of rows that a pair of buckets has on a card."""
     found: dict[int, FewTile] = {}
-    for tile in few_tiles(dim1, dim2, side):
+    for tile in few_tiles(dim1, dim2, side) if device.arch == "sm_90a" else ():
         if tile.shared_memory(dim1, dim2) <= device.shared_memory_per_block:
             found.setdefault(tile.rows, tile)
     return tuple(found.values())
 
 
 def few_template(
-    dtype: str, side: int, dim1: int, dim2: int, tile: FewTile, has_dk: bool
+    dtype: str,
+    side: int,
+    dim1: int,
+    dim2: int,
+    tile: FewTile,
+    has_dq: bool = True,
+    has_dk: bool = True,
 ) -> Template:
     """Template arguments of ``backward_few_sm90``."""
     return (
@@ -1310,6 +1323,7 @@ def few_template(
         ("kHeadDim2", dim2),
         ("kRows", tile.rows),
         ("kNumStages", tile.num_stages),
+        ("kHasDq", has_dq),
         ("kHasDk", has_dk),
     )
 
@@ -1333,6 +1347,8 @@ def use_fused(
         return False
     if fused.kernel == "backward_few_sm90":
         return True
+    if dq is None:
+        return False
     if strategy == "fused" and dk is not None:
         return True
     is_hopper = any(step is not None and step.boxes is not None for step in (dq, dk))
@@ -1895,6 +1911,15 @@ def _specialisations(
                     ):
                         found[kernel, template] = None
                 for kernel, side in itertools.product(BACKWARD_KERNELS, (1, 2)):
+                    if kernel == "backward_few_sm90":
+                        alone = ((True, False), (False, True)) * ((dim1, dim2) in in_full)
+                        for few in few_of_each_size(dim1, dim2, side, device):
+                            for has_dq, has_dk in ((True, True), *alone):
+                                template = few_template(
+                                    dtype, side, dim1, dim2, few, has_dq, has_dk
+                                )
+                                found[kernel, template] = None
+                        continue
                     only_dq = "fused" in kernel and (dim1, dim2) in in_full
                     for has_dk in (True, False) if only_dq else (True,):
                         if kernel.endswith("sm80"):
@@ -1911,11 +1936,6 @@ def _specialisations(
                             template = pair_warpgroup_template(
                                 kernel, dtype, side, dim1, dim2, pair
                             )
-                        elif kernel == "backward_few_sm90":
-                            for few in few_of_each_size(dim1, dim2, side, device):
-                                template = few_template(dtype, side, dim1, dim2, few, has_dk)
-                                found[kernel, template] = None
-                            continue
                         else:
                             fit = backward_warpgroup_tile(dim1, dim2, side, device)
                             if fit is None:

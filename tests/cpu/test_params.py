@@ -310,6 +310,7 @@ def test_backward_packs_each_value_in_its_field(driver: Driver, dtype: str, stra
                 "num_queries": 700,
                 "head_dim": 96 if side.side == 1 else 64,
                 "num_row_tiles": 44,
+                "heads_per_tile": 1,
                 "gradient_scale": pytest.approx(0.11 if side.side == 1 else -0.23, rel=1e-7),
             }
         else:
