@@ -282,6 +282,7 @@ def test_backward_packs_each_value_in_its_field(driver: Driver, dtype: str, stra
                 "num_queries": 700,
                 "head_dim": 96 if side.side == 1 else 64,
                 "num_row_tiles": 44,
+                "heads_per_tile": 1,
                 "gradient_scale": pytest.approx(0.11 if side.side == 1 else -0.23, rel=1e-7),
             }
         else:
@@ -315,6 +316,26 @@ def test_hopper_backward_brings_its_maps(driver: Driver) -> None:
     assert packed["dq_scratch"] == WORKSPACE + chosen.scratch_offset
     assert packed["dk"] == POINTERS["dk2"]
     assert len(prepare.arguments) == len(finish.arguments) == 1
+
+
+def test_few_queries_of_a_key_head_are_one_tile(driver: Driver) -> None:
+    problem = dataclasses.replace(distinct_problem("bfloat16"), aligned=True, num_queries=5)
+    problem = dataclasses.replace(problem, num_key_heads1=problem.num_key_heads2)
+    chosen = plan.backward(problem, CARD, ("q2", "k2"), strategy="fused")
+    launch.backward(chosen, problem, DKL, 0).launch(POINTERS, WORKSPACE, 0)
+    _, _, fused, finish = driver.seen
+    assert fused.kernel == "backward_few_sm90"
+    # Four heads of five queries are twenty rows: boxes have the heads before the queries.
+    assert [(one["pointer"], one["sizes"], one["box"]) for one in fused.maps] == [
+        (POINTERS["q1"], (96, 12, 5, 2), 4),
+        (POINTERS["k1"], (96, 3000, 3, 2), 64),
+        (POINTERS["q2"], (64, 12, 5, 2), 4),
+        (POINTERS["k2"], (64, 3000, 3, 2), 64),
+    ]
+    packed = values("BackwardParams", fused.params)
+    assert packed["num_blocks"] == chosen.sides[0].key_blocks == 2 * 3 * 47
+    packed = values("FinishParams", finish.params)
+    assert (packed["num_row_tiles"], packed["heads_per_tile"]) == (2, 4)
 
 
 # --------------------------------------------------------------------------------------- templates
