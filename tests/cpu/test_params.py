@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from streamkl_cupy import jit, launch, plan
-from streamkl_cupy.problem import Problem, Strides, gradient_strides
+from streamkl_cupy.problem import NO_WINDOW, Problem, Strides, gradient_strides
 from tests import host_compiler
 from tests.pretended_driver import Cleared, Driver
 
@@ -443,6 +443,28 @@ def test_merge_packs_each_value_in_its_field(driver: Driver) -> None:
         sources = sources + [dict.fromkeys(RESULTS, 0)] * (8 - (num := len(sources)))
         table = {f"states[{i}].{n}": x for i, of in enumerate(sources) for n, x in of.items()}
         assert packed == {**whole, **table, "num_rows": num_rows, "num_states": num}
+
+
+def test_few_queries_of_a_key_head_are_one_tile(driver: Driver) -> None:
+    problem = dataclasses.replace(distinct_problem("bfloat16"), aligned=True, num_queries=5)
+    problem = dataclasses.replace(
+        problem, num_key_heads1=problem.num_key_heads2, window=NO_WINDOW, q_offset=None
+    )
+    chosen = plan.backward(problem, CARD, ("q2", "k2"), strategy="fused")
+    launch.backward(chosen, problem, DKL, 0).launch(POINTERS, WORKSPACE, 0)
+    _, _, fused, finish = driver.seen
+    assert fused.kernel == "backward_few_sm90"
+    # Four heads of five queries are twenty rows: boxes have the heads before the queries.
+    assert [(one["pointer"], one["sizes"], one["box"]) for one in fused.maps] == [
+        (POINTERS["q1"], (96, 12, 5, 2), 4),
+        (POINTERS["k1"], (96, 3000, 3, 2), 64),
+        (POINTERS["q2"], (64, 12, 5, 2), 4),
+        (POINTERS["k2"], (64, 3000, 3, 2), 64),
+    ]
+    packed = values("BackwardParams", fused.params)
+    assert packed["num_blocks"] == chosen.sides[0].key_blocks == 2 * 3 * 47
+    packed = values("FinishParams", finish.params)
+    assert (packed["num_row_tiles"], packed["heads_per_tile"]) == (2, 4)
 
 
 # --------------------------------------------------------------------------------------- templates

@@ -1058,6 +1058,22 @@ def test_few_queries_take_a_kernel_of_their_own(
     assert forced.fused.kernel == "backward_fused_sm90"
 
 
+@pytest.mark.parametrize(("num_queries", "generation"), [(1, "sm80"), (16, "sm80"), (17, "sm90")])
+def test_few_queries_that_no_tile_takes_go_to_the_portable_fused_kernel(
+    num_queries: int, generation: str
+) -> None:
+    # Of the heads of a key head of side 1, two each share one of side 2.
+    problem = hopper_problem(
+        num_queries=num_queries, num_keys=2**17, num_key_heads1=2, num_key_heads2=4
+    )
+    for wrt in (("q1", "k1"), ("q1",)):
+        side = plan.backward(problem, HOPPER, wrt).sides[0]
+        assert side.fused is not None
+        assert side.generation == generation
+    forced = plan.backward(problem, HOPPER, ("q1", "k1"), force="backward_fused_sm90")
+    assert forced.sides[0].generation == "sm90"
+
+
 def test_override_of_the_fused_tile() -> None:
     tile = plan.BackwardWarpgroupTile(2, 2, 1, 0)
     with plan.override(backward_tiles={"backward_fused_sm90": tile}):
@@ -1118,6 +1134,165 @@ def test_shared_memory_of_the_fused_kernel(tmp_path: Path) -> None:
             *(int(cut[f"k{key}"]) for key in ("HeadDim1", "HeadDim2", "Side"))
         )
         assert planned - plan.MOST_BARRIER_BYTES < total <= planned, jit.render(name, template)
+        # The swizzle permutes bits of an address below 1024.
+        assert all(offset % 1024 == 0 for offset in offsets)
+
+
+# ------------------------------------------------------------------------------- backward_few_sm90
+
+
+FEW_STRIDES = dict.fromkeys(("q1", "q2"), Strides(0, 64, 64)) | dict.fromkeys(
+    ("k1", "k2"), Strides(0, 0, 64)
+)
+
+
+@given(
+    problem=problems(**FEW_STRIDES, aligned=True),
+    num_queries=st.integers(1, 80),
+    num_keys=st.integers(1, 10_000),
+    group=st.sampled_from((1, 2, 6)),
+    wrt=WRT,
+    deterministic=st.booleans(),
+)
+@settings(max_examples=300, deadline=None)
+def test_few_queries_on_hopper(
+    problem: Problem,
+    num_queries: int,
+    num_keys: int,
+    group: int,
+    wrt: tuple[str, ...],
+    deterministic: bool,
+) -> None:
+    key_heads = {f"num_key_heads{side}": problem.num_heads // group for side in (1, 2)}
+    problem = dataclasses.replace(problem, num_queries=num_queries, num_keys=num_keys, **key_heads)
+    chosen = plan.backward(problem, HOPPER, wrt, deterministic=deterministic)
+    assert_launchable(chosen.kernels, HOPPER)
+    assert_regions(problem, chosen)
+    for side in chosen.sides:
+        few = [kernel for kernel in side.kernels if kernel.kernel == "backward_few_sm90"]
+        assert not few or not plan.why_not_few(problem, HOPPER, side.side)
+        assert not few or not deterministic
+        assert side.heads_per_tile == (group if few else 1)
+        for kernel in few:
+            cut = arguments(kernel)
+            assert cut["kHasDq"] == (f"q{side.side}" in wrt)
+            assert cut["kHasDk"] == (f"k{side.side}" in wrt)
+            assert group * num_queries <= cut["kRows"] < 32 + 2 * group * num_queries
+            assert kernel.boxes == (cut["kRows"] // group, 64)
+            assert cut["kNumStages"] % 2 == 0
+            num_tiles = problem.batch * problem.num_heads // group * ceil_div(num_keys, 64)
+            assert side.key_blocks == num_tiles
+            assert kernel.grid == min(HOPPER.num_sms, num_tiles)
+            row_tiles = (
+                problem.batch * problem.num_heads // group * ceil_div(group * num_queries, 16)
+            )
+            trained = plan.bucket(problem.head_dim1 if side.side == 1 else problem.head_dim2)
+            assert side.scratch_bytes == row_tiles * 64 * trained * cut["kHasDq"]
+
+
+@pytest.mark.parametrize("wrt", [("q2", "k2"), ("q1",), ("k1",), INPUTS], ids="_".join)
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("num_queries", [1, 16])
+def test_few_queries_on_many_keys_take_their_own_kernel(
+    num_queries: int, group: int, wrt: tuple[str, ...]
+) -> None:
+    problem = hopper_problem(
+        num_queries=num_queries,
+        num_keys=2**17,
+        num_key_heads1=8 // group,
+        num_key_heads2=8 // group,
+    )
+    for side in plan.backward(problem, HOPPER, wrt).sides:
+        names = [kernel.kernel for kernel in side.kernels]
+        finish = ["backward_finish"] * (f"q{side.side}" in wrt)
+        assert names == ["backward_prepare", "backward_few_sm90", *finish] or names == [
+            "backward_prepare",
+            *finish,
+            "backward_few_sm90",
+        ]
+    for kernel in plan.backward(problem, HOPPER, wrt, deterministic=True).kernels:
+        assert kernel.kernel in ("backward_prepare", *plan.PAIR_KERNELS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_queries": 65}, "expected at most 64 rows"),
+        ({"num_queries": 33, "num_key_heads1": 4, "num_key_heads2": 4}, "got 66 rows"),
+        ({"num_queries": 17, "head_dim2": 136}, "head dimensions whose tile fits"),
+        ({"num_queries": 0}, "at least one query"),
+        ({"num_key_heads2": 4}, "share one of the other side; got groups of 2 and 1"),
+        (
+            {"num_key_heads1": 4, "num_key_heads2": 4, "q1": Strides(0, 0, 64)},
+            "do not all lie at one address",
+        ),
+        ({"aligned": False}, "multiples of 16 bytes"),
+    ],
+)
+def test_what_the_kernel_of_few_queries_cannot_take(changes: dict[str, Any], reason: str) -> None:
+    problem = hopper_problem(**{"num_queries": 8} | changes)
+    assert reason in plan.why_not_few(problem, HOPPER, 2)
+    with pytest.raises(PlanError, match=r"^backward_few_sm90: .* Unset STREAMKL_FORCE"):
+        plan.backward_kernel("fused", problem, HOPPER, 2, force="backward_few_sm90")
+
+
+def test_override_of_the_tile_of_few_queries() -> None:
+    problem, tile = hopper_problem(num_queries=8, num_keys=2**17), plan.FewTile(32, 2)
+    with plan.override(backward_tiles={"backward_few_sm90": tile}):
+        chosen = plan.backward(problem, HOPPER, ("q2", "k2")).sides[0].fused
+    assert chosen is not None
+    assert (arguments(chosen)["kRows"], arguments(chosen)["kNumStages"]) == (32, 2)
+    # A tuned tile that is too narrow for another problem of its class makes way.
+    narrow = plan.Choice(backward_tiles=(("backward_few_sm90", plan.FewTile(16, 2)),))
+    problem = dataclasses.replace(problem, num_queries=20)
+    card = tuned(HOPPER, problem, narrow, wrt=("q2", "k2"))
+    chosen = plan.backward(problem, card, ("q2", "k2")).sides[0].fused
+    assert chosen is not None
+    assert arguments(chosen)["kRows"] == 32
+
+
+def few_layout_source(kernels: Sequence[plan.Specialisation]) -> str:
+    """C++ with the bytes of shared memory of each, and where its buffers begin."""
+    kernel = (jit.source_directory() / "backward_few_sm90.cu").read_text()
+    read = {
+        name: re.sub(r"//.*", "", (jit.source_directory() / name).read_text())
+        for name in ("warpgroup.cuh", "row_statistics.cuh", "pipeline.cuh")
+    }
+    panel = braces(read["warpgroup.cuh"], "struct PanelTile")
+    ring = value_of(braces(read["pipeline.cuh"], "struct Ring"), "kBytes")
+    parts = [
+        '#include "schedule.cuh"',
+        braces(read["row_statistics.cuh"], r"struct alignas\(16\) WeightedStatistics"),
+        re.sub(r"template <int kRows>.*", "};", panel, flags=re.DOTALL),
+        f"template <int kNumStages> struct Ring {{ static constexpr int kBytes = {ring}; }};",
+        braces(re.sub(r"//.*", "", kernel), "struct FewTraits"),
+    ]
+    rows = []
+    for name, template in kernels:
+        rendered = jit.render(name, template).replace(name, "FewTraits")
+        rows.append(
+            f"{{{rendered}::kSmemBytes, {rendered}::kRingOffset, {rendered}::kStageBytes, "
+            f"{rendered}::kGradientOffset, {rendered}::kLineOffset}}"
+        )
+    parts.append(f'extern "C" const int layouts[][5] = {{{", ".join(rows)}}};')
+    return "\n".join(parts) + "\n"
+
+
+@pytest.mark.skipif(
+    host_compiler.missing_compiler() is not None, reason=str(host_compiler.missing_compiler())
+)
+def test_shared_memory_of_the_kernel_of_few_queries(tmp_path: Path) -> None:
+    kernels = [one for one in plan.specialisations("sm_90a") if one[0] == "backward_few_sm90"]
+    source = tmp_path / "few.cpp"
+    source.write_text(few_layout_source(kernels))
+    layouts = (ctypes.c_int * 5 * len(kernels)).in_dll(
+        host_compiler.load(source, tmp_path), "layouts"
+    )
+    for (name, template), (total, *offsets) in zip(kernels, layouts, strict=True):
+        cut = dict(template)
+        tile = plan.FewTile(int(cut["kRows"]), int(cut["kNumStages"]))
+        planned = tile.shared_memory(int(cut["kHeadDim1"]), int(cut["kHeadDim2"]))
+        assert planned == total, jit.render(name, template)
         # The swizzle permutes bits of an address below 1024.
         assert all(offset % 1024 == 0 for offset in offsets)
 

@@ -35,6 +35,7 @@ RUNS = (
     ("bfloat16", {"num_queries": 70, "num_keys": 130}, {}, 3, 0),
     ("bfloat16", {"num_queries": 33, "num_keys": 150}, {"causal": True}, 1, 0),
     ("bfloat16", {"num_queries": 3, "num_keys": 300}, {"causal": True}, 4, 0),
+    ("float16", {"num_queries": 3, "num_keys": 300}, {"causal": True}, 1, 0),
     ("bfloat16", {"num_queries": 100, "num_keys": 90}, {"causal": True}, 1, 2),
     ("float16", {"num_queries": 130, "num_keys": 150}, {"causal": True}, 1, 0),
     ("bfloat16", {"num_queries": 400, "num_keys": 300}, {"window": (40, 30)}, 1, 0),

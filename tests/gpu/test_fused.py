@@ -82,7 +82,7 @@ def test_the_portable_kernel_in_its_place(
     assert fused_kernels(launched) == {"backward_fused_sm80"}
 
 
-@pytest.mark.parametrize("num_queries", [17, 64, 65])
+@pytest.mark.parametrize("num_queries", [65, 100])
 def test_dq_alone(
     num_queries: int,
     rng: np.random.Generator,
