@@ -650,6 +650,10 @@ def warmup(
             plans.append(plan.forward(problem, facts, force=force, has_entropy=has_entropy))
         for strategy in STRATEGIES if backward else ():
             plans.append(plan.backward(problem, facts, wrt, strategy=strategy, force=force))
+        if backward and problem.num_queries == 1:
+            # Heads that share their keys otherwise than these take the portable kernel.
+            portable = force or "backward_fused_sm80"
+            plans.append(plan.backward(problem, facts, wrt, strategy="fused", force=portable))
     dims = plan.bucket(head_dim1), plan.bucket(head_dim2)
     for one in facts.tuned:
         of, problem = one.problem_class, choices.problem_of(one)
@@ -1160,7 +1164,8 @@ def _warmup_problems(
     masks: list[dict[str, Any]] = [{}, {"causal": True}]
     if windowed:
         masks.append({"window": (_WARMUP_KEYS // 2, 0)})
-    for num_queries, mask in itertools.product(plan.ROW_CLASSES, masks):
+    lengths = dict.fromkeys((*plan.ROW_CLASSES, *plan.FEW_ROWS))
+    for num_queries, mask in itertools.product(lengths, masks):
         for address in addresses if unaligned else addresses[:1]:
             operands = [
                 Operand(
