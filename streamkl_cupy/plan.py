@@ -1112,7 +1112,7 @@ def _side(
     def kernel(
         job: str, num_rows: int, num_heads: int, has_dk: bool = True, has_dq: bool = True
     ) -> tuple[KernelPlan | None, int]:
-        name = backward_kernel(job, problem, device, side, force, choice)
+        name = backward_kernel(job, problem, device, side, force, choice, has_dq, has_dk)
         tile = tiles.get(name)
         boxes = None
         if name in PAIR_KERNELS:
@@ -1201,14 +1201,16 @@ def backward_kernel(
     side: int,
     force: str | None = None,
     choice: Choice = NO_CHOICE,
+    has_dq: bool = True,
+    has_dk: bool = True,
 ) -> str:
     """The kernel of a job, ``fused``, ``dq`` or ``dk``: Hopper's where it can run.
 
     Its rule is `why_not_sm90`, at least one query, and a tile of the head dimensions that fits.
     Queries so few that the time is that of reading the keys go to ``backward_few_sm90`` in place of
-    the fused kernel, see `why_not_few`; where it cannot take them, those of one tile of the
-    portable fused kernel go to that one, of which two blocks share a multiprocessor: while one
-    waits for its keys the other multiplies.
+    the fused kernel, see `why_not_few` and `few_pays`; where it does not take them, those of one
+    tile of the portable fused kernel go to that one, of which two blocks share a multiprocessor:
+    while one waits for its keys the other multiplies.
     """
     few = "backward_few_sm90"
     portable, hopper = f"backward_{job}_sm80", f"backward_{job}_sm90"
@@ -1220,10 +1222,10 @@ def backward_kernel(
         asked = hopper if hopper in given else portable
     if job == "fused" and asked in (None, few):
         why = why_not_few(problem, device, side)
-        if not why:
-            return few
-        if asked == few:
+        if asked == few and why:
             raise PlanError(f"{few}: {why}. Unset STREAMKL_FORCE to let the plan choose")
+        if asked == few or (not why and few_pays(problem, device, side, has_dq, has_dk)):
+            return few
     if asked is not None and asked.endswith("sm80"):
         return portable
     reason = why_not_sm90(problem, device)
@@ -1268,6 +1270,31 @@ def why_not_few(problem: Problem, device: DeviceFacts, side: int) -> str:
             f"{problem.head_dim2}"
         )
     return ""
+
+
+# Tiles of one key head that a block of backward_few_sm90 has at least: what they take has to
+# outweigh its start and the sum of dQ at their end. Measured on an H200 at 1 to 16 tiles.
+SHORTEST_RUN = 4
+# The same where dQ is wanted alone and blocks of queries fill half the card.
+SHORTEST_RUN_OF_DQ = 64
+
+
+def few_pays(
+    problem: Problem, device: DeviceFacts, side: int, has_dq: bool = True, has_dk: bool = True
+) -> bool:
+    """Whether ``backward_few_sm90`` is faster than the kernels in whose place it would run.
+
+    They read the keys once for each of the heads that share them, and lose wherever some do.
+    """
+    if heads_per_key(problem, side) > 1:
+        return True
+    heads = problem.batch * problem.num_heads
+    tiles = _ceil_div(problem.num_keys, FEW_BLOCK_K)
+    run = min(tiles, tiles * heads / device.num_sms)
+    if has_dq and not has_dk:
+        few_heads = 2 * heads < device.num_sms and tiles * heads >= device.num_sms
+        return few_heads or run >= SHORTEST_RUN_OF_DQ
+    return run >= SHORTEST_RUN
 
 
 def heads_per_key(problem: Problem, side: int) -> int:
@@ -1342,8 +1369,8 @@ def use_fused(
     Where both gradients are wanted it does four products instead of six and wins whenever its
     blocks of keys fill the card, unless Hopper's kernels would have to make way for the portable
     one (with few queries that is the faster one). Where only dQ is wanted it wins only if there are
-    too few blocks of queries to fill the card. The kernel of few queries reads the keys once and
-    wins always, dK alone included.
+    too few blocks of queries to fill the card. Of the kernel of few queries `few_pays` has decided,
+    dK alone included.
     """
     if fused is None or strategy == "separate":
         return False

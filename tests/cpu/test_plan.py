@@ -1215,6 +1215,36 @@ def test_few_queries_on_many_keys_take_their_own_kernel(
 
 
 @pytest.mark.parametrize(
+    ("num_heads", "num_keys", "wrt", "is_few"),
+    [
+        (16, 1024, ("q2", "k2"), False),  # two tiles a block
+        (16, 4096, ("q2", "k2"), True),
+        (2048, 512, ("q2", "k2"), True),
+        (2048, 512, ("k2",), True),
+        (2048, 512, ("q2",), False),  # blocks of queries fill the card
+        (16, 2048, ("q2",), True),
+        (2, 64, ("q2",), False),
+        (2048, 8192, ("q2",), True),
+    ],
+)
+def test_short_runs_of_keys_do_not_pay(
+    num_heads: int, num_keys: int, wrt: tuple[str, ...], is_few: bool
+) -> None:
+    heads = dict.fromkeys(("num_heads", "num_key_heads1", "num_key_heads2"), num_heads)
+    problem = hopper_problem(batch=1, num_queries=64, num_keys=num_keys, **heads)
+    kernels = {kernel.kernel for kernel in plan.backward(problem, HOPPER, wrt).kernels}
+    assert ("backward_few_sm90" in kernels) == is_few
+    forced = plan.backward(problem, HOPPER, wrt, force="backward_few_sm90")
+    assert "backward_few_sm90" in {kernel.kernel for kernel in forced.kernels}
+    # Heads that share their keys have them read once.
+    shared = dataclasses.replace(
+        problem, num_queries=8, num_key_heads1=num_heads // 2, num_key_heads2=num_heads // 2
+    )
+    kernels = {kernel.kernel for kernel in plan.backward(shared, HOPPER, wrt).kernels}
+    assert "backward_few_sm90" in kernels
+
+
+@pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"num_queries": 65}, "expected at most 64 rows"),
