@@ -1342,7 +1342,8 @@ def use_fused(
     Where both gradients are wanted it does four products instead of six and wins whenever its
     blocks of keys fill the card, unless Hopper's kernels would have to make way for the portable
     one (with few queries that is the faster one). Where only dQ is wanted it wins only if there are
-    too few blocks of queries to fill the card.
+    too few blocks of queries to fill the card. The kernel of few queries reads the keys once and
+    wins always, dK alone included.
     """
     if fused is None or strategy == "separate":
         return False
