@@ -73,7 +73,9 @@ Results: TypeAlias = Mapping[str, tuple[tuple[int, ...], str]]
 _REMEMBERED = 4096
 
 # Heads and keys of the calls that `warmup` plans: enough keys that a single query splits them.
-_WARMUP_HEADS, _WARMUP_KEYS = 16, 131072
+_WARMUP_HEADS, _WARMUP_KEYS = 12, 131072
+# Query heads to a key head of each side: few queries of the second take other kernels.
+_WARMUP_GROUPS = ((1, 1), (2, 3))
 
 
 @overload
@@ -1164,23 +1166,23 @@ def _warmup_problems(
     masks: list[dict[str, Any]] = [{}, {"causal": True}]
     if windowed:
         masks.append({"window": (_WARMUP_KEYS // 2, 0)})
-    lengths = dict.fromkeys((*plan.ROW_CLASSES, *plan.FEW_ROWS))
-    for num_queries, mask in itertools.product(lengths, masks):
+    lengths = sorted({*plan.ROW_CLASSES, *plan.FEW_ROWS})
+    for num_queries, mask, groups in itertools.product(lengths, masks, _WARMUP_GROUPS):
         for address in addresses if unaligned else addresses[:1]:
             operands = [
                 Operand(
                     name,
-                    (_WARMUP_HEADS, length, head_dim),
-                    (length * head_dim, head_dim, 1),
+                    (1, _WARMUP_HEADS // group, length, head_dim),
+                    (_WARMUP_HEADS // group * length * head_dim, length * head_dim, head_dim, 1),
                     dtype,
                     card,
                     address,
                 )
-                for name, length, head_dim in (
-                    ("q1", num_queries, head_dim1),
-                    ("k1", _WARMUP_KEYS, head_dim1),
-                    ("q2", num_queries, head_dim2),
-                    ("k2", _WARMUP_KEYS, head_dim2),
+                for name, length, head_dim, group in (
+                    ("q1", num_queries, head_dim1, 1),
+                    ("k1", _WARMUP_KEYS, head_dim1, groups[0]),
+                    ("q2", num_queries, head_dim2, 1),
+                    ("k2", _WARMUP_KEYS, head_dim2, groups[1]),
                 )
             ]
             problems.append(describe(*operands, **mask))

@@ -176,11 +176,12 @@ def test_windows(
     library: Library,
     rng: np.random.Generator,
 ) -> None:
-    # Under the second mask the last queries lie behind what they see.
+    # Under the first mask the first queries lie before what they see, under the second the last
+    # ones behind it.
     inputs = random_inputs(rng, heads=4, key_heads1=2, num_queries=280, num_keys=200)
     lse = outside(rng, inputs, given, 0.5)
     expected = ExpectedGiven(inputs, mask, lse)
-    assert ("q_offset" in mask) == (expected.values["mass1"] == 0).any()
+    assert (expected.values["mass1"] == 0).any()  # some see no key
     with plan.override(
         forward_kernel=f"forward_{generation}",
         backward_kernel="backward_dq_sm80" if generation == "sm80" else None,
