@@ -652,10 +652,6 @@ def warmup(
             plans.append(plan.forward(problem, facts, force=force, has_entropy=has_entropy))
         for strategy in STRATEGIES if backward else ():
             plans.append(plan.backward(problem, facts, wrt, strategy=strategy, force=force))
-        if backward and problem.num_queries == 1:
-            # Heads that share their keys otherwise than these take the portable kernel.
-            portable = force or "backward_fused_sm80"
-            plans.append(plan.backward(problem, facts, wrt, strategy="fused", force=portable))
     dims = plan.bucket(head_dim1), plan.bucket(head_dim2)
     for one in facts.tuned:
         of, problem = one.problem_class, choices.problem_of(one)

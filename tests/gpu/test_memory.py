@@ -103,9 +103,8 @@ def backward_bytes(
     total = -(-16 * rows // 256) * 256
     if dtype == "float16":
         total += 256
-    # Of few queries dQ alone is the fused kernel's, too.
-    wanted = ("q",) if shape["num_queries"] <= 16 else ("q", "k")
-    sides = [side for side in "12" if fused and {name + side for name in wanted} <= set(wrt)]
+    # On so few keys dQ alone is not the fused kernel's.
+    sides = [side for side in "12" if fused and {f"q{side}", f"k{side}"} <= set(wrt)]
     padded_rows = heads * -(-shape["num_queries"] // 16) * 16
     return total + max((4 * padded_rows * dims[side] for side in sides), default=0)
 
