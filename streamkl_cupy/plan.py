@@ -1272,11 +1272,9 @@ def why_not_few(problem: Problem, device: DeviceFacts, side: int) -> str:
     return ""
 
 
-# Tiles of one key head that a block of backward_few_sm90 has at least: what they take has to
-# outweigh its start and the sum of dQ at their end. Measured on an H200 at 1 to 16 tiles.
-SHORTEST_RUN = 4
-# The same where dQ is wanted alone and blocks of queries fill half the card.
-SHORTEST_RUN_OF_DQ = 64
+# With dQ alone, where blocks of queries leave half the card idle: as many tiles of keys as outweigh
+# the sum of dQ at the end. Measured on an H200: 0.8 to 0.9 at 4 tiles, 1.0 to 1.1 at 8.
+FEWEST_TILES_OF_DQ = 8
 
 
 def few_pays(
@@ -1284,17 +1282,12 @@ def few_pays(
 ) -> bool:
     """Whether ``backward_few_sm90`` is faster than the kernels in whose place it would run.
 
-    They read the keys once for each of the heads that share them, and lose wherever some do.
+    They read the keys once for each of the heads that share them, and add up dK in more steps.
     """
-    if heads_per_key(problem, side) > 1:
+    if heads_per_key(problem, side) > 1 or has_dk:
         return True
-    heads = problem.batch * problem.num_heads
     tiles = _ceil_div(problem.num_keys, FEW_BLOCK_K)
-    run = min(tiles, tiles * heads / device.num_sms)
-    if has_dq and not has_dk:
-        few_heads = 2 * heads < device.num_sms and tiles * heads >= device.num_sms
-        return few_heads or run >= SHORTEST_RUN_OF_DQ
-    return run >= SHORTEST_RUN
+    return 2 * problem.batch * problem.num_heads < device.num_sms and tiles >= FEWEST_TILES_OF_DQ
 
 
 def heads_per_key(problem: Problem, side: int) -> int:
@@ -1367,10 +1360,10 @@ def use_fused(
     """Whether the fused kernel takes the place of the separate ones.
 
     Where both gradients are wanted it does four products instead of six and wins whenever its
-    blocks of keys fill the card, unless Hopper's kernels would have to make way for the portable
-    one (with few queries that is the faster one). Where only dQ is wanted it wins only if there are
-    too few blocks of queries to fill the card. Of the kernel of few queries `few_pays` has decided,
-    dK alone included.
+    blocks of keys fill the card (three quarters of it for Hopper's), unless Hopper's kernels would
+    have to make way for the portable one (with few queries that is the faster one). Where only dQ
+    is wanted it wins only if there are too few blocks of queries to fill the card. Of the kernel of
+    few queries `few_pays` has decided, dK alone included.
     """
     if fused is None or strategy == "separate":
         return False

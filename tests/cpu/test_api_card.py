@@ -744,6 +744,39 @@ class TestWarmup:
                     for chosen in plans:
                         assert {(k.kernel, k.template) for k in chosen.kernels} <= built
 
+    def test_few_queries_of_any_groups_find_their_kernels(self) -> None:
+        skl.warmup(64, 128, wrt=INPUTS, arch="sm_90a")
+        built = {(kernel, template) for kernel, template, _ in self.built}
+        facts = plan.device_facts("sm_90a")
+        taken = set()
+        for num_queries, groups in itertools.product(
+            (1, 2, 5, 16, 33, 64), itertools.product((1, 2, 8, 32), repeat=2)
+        ):
+            shapes = (
+                (32, num_queries, 64),
+                (32 // groups[0], 2048, 64),
+                (32, num_queries, 128),
+                (32 // groups[1], 2048, 128),
+            )
+            problem = describe(
+                *(
+                    Operand(
+                        n,
+                        (1, *s),
+                        (s[0] * s[1] * s[2], s[1] * s[2], s[2], 1),
+                        "bfloat16",
+                        Device("cuda", 0),
+                        256,
+                    )
+                    for n, s in zip(INPUTS, shapes, strict=True)
+                )
+            )
+            for wrt in (INPUTS, ("q1", "k1"), ("q2", "k2")):
+                chosen = plan.backward(problem, facts, wrt)
+                assert {(k.kernel, k.template) for k in chosen.kernels} <= built
+                taken |= {k.kernel for k in chosen.kernels}
+        assert {"backward_few_sm90", "backward_fused_sm80"} <= taken
+
     def problem(self, num_queries: int, num_keys: int, pointer: int, window: Any = None) -> Problem:
         shapes = ((num_queries, 64), (num_keys, 64), (num_queries, 128), (num_keys, 128))
         return describe(

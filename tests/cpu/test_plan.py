@@ -1217,17 +1217,14 @@ def test_few_queries_on_many_keys_take_their_own_kernel(
 @pytest.mark.parametrize(
     ("num_heads", "num_keys", "wrt", "is_few"),
     [
-        (16, 1024, ("q2", "k2"), False),  # two tiles a block
-        (16, 4096, ("q2", "k2"), True),
-        (2048, 512, ("q2", "k2"), True),
+        (1, 64, ("q2", "k2"), True),
         (2048, 512, ("k2",), True),
-        (2048, 512, ("q2",), False),  # blocks of queries fill the card
-        (16, 2048, ("q2",), True),
-        (2, 64, ("q2",), False),
-        (2048, 8192, ("q2",), True),
+        (16, 512, ("q2",), True),
+        (16, 448, ("q2",), False),
+        (128, 8192, ("q2",), False),  # blocks of queries fill the card
     ],
 )
-def test_short_runs_of_keys_do_not_pay(
+def test_gradients_of_few_queries_alone_pay_on_many_keys_and_few_heads(
     num_heads: int, num_keys: int, wrt: tuple[str, ...], is_few: bool
 ) -> None:
     heads = dict.fromkeys(("num_heads", "num_key_heads1", "num_key_heads2"), num_heads)
