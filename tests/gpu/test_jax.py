@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -232,12 +233,12 @@ def test_10000_calls_do_not_grow(rng: np.random.Generator, door: Door) -> None:
             pages = int(file.read().split()[1])
         return door.device.memory_stats()["bytes_in_use"], 4096 * pages
 
-    # Each is a forward and a backward.
-    device, host = usage(1000)
-    device_after, host_after = usage(4000)
-    assert device_after <= device
+    # Each is a forward and a backward. What leaks grows all the time; allocators take a megabyte
+    # now and then.
+    devices, hosts = zip(*(usage(count) for count in (1000, 1500, 1500, 1500)), strict=True)
+    assert max(devices[1:]) <= devices[0]
     # 200 bytes a call would show.
-    assert host_after - host < 900_000
+    assert min(after - before for before, after in itertools.pairwise(hosts)) < 300_000
 
 
 def test_everything_is_loaded_before_anything_runs(
