@@ -611,19 +611,34 @@ def _forward(
         tile, num_splits = warpgroup_tile(problem, device, choice, has_entropy)
         heads = heads_per_tile(problem, tile.stationary_rows)
         template = warpgroup_template(
-            problem.dtype, dim1, dim2, tile, heads > 1, problem.is_window, has_entropy
+            problem.dtype,
+            dim1,
+            dim2,
+            tile,
+            heads > 1,
+            problem.is_window,
+            has_entropy,
+            problem.has_softcap,
         )
     else:
         heads = heads_per_tile(problem, FEW_QUERIES // max(1, problem.num_queries))
         rows = problem.num_queries * heads
         narrow = choice.forward_tile or forward_tile(
-            dim1, dim2, rows, problem.is_window, device, has_entropy
+            dim1, dim2, rows, problem.is_window, device, has_entropy, problem.has_softcap
         )
         assert isinstance(narrow, ForwardTile)
         heads = heads_per_tile(problem, min(heads, narrow.stationary_rows))
         aligned = problem.aligned
         template = forward_template(
-            problem.dtype, dim1, dim2, narrow, aligned, heads > 1, problem.is_window, has_entropy
+            problem.dtype,
+            dim1,
+            dim2,
+            narrow,
+            aligned,
+            heads > 1,
+            problem.is_window,
+            has_entropy,
+            problem.has_softcap,
         )
         smem = narrow.shared_memory(dim1, dim2)
         fitting = (device.shared_memory_per_block + RESERVED_BYTES) // (smem + RESERVED_BYTES)
@@ -653,7 +668,7 @@ def _forward(
         f"_q{tile.stationary_rows}_k{tile.block_k}_s{tile.num_stages}"
         f"{'' if problem.aligned else '_guarded'}{f'_pack{heads}' if heads > 1 else ''}"
         f"{f'_split{num_splits}' if num_splits > 1 else ''}{_mask_suffix(problem)}"
-        f"{'_entropy' if has_entropy else ''}"
+        f"{'_entropy' if has_entropy else ''}{_softcap_suffix(problem)}"
     )
     num_tiles = _ceil_div(problem.num_queries, tile.stationary_rows // heads)
     return ForwardPlan(
@@ -736,6 +751,10 @@ def _mask_suffix(problem: Problem) -> str:
     return "" if problem.mask == "full" else f"_{problem.mask}"
 
 
+def _softcap_suffix(problem: Problem) -> str:
+    return "_softcap" if problem.has_softcap else ""
+
+
 def reduce_splits(problem: Problem, num_splits: int, has_entropy: bool = False) -> KernelPlan:
     """A row of few splits takes few lanes."""
     lanes = min(32, 1 << (num_splits - 1).bit_length())
@@ -769,7 +788,7 @@ def warpgroup_tile(
     least time by `warpgroup_time`; the first of equals."""
     dims = bucket(problem.head_dim1), bucket(problem.head_dim2)
     is_packed = heads_per_tile(problem, WARPGROUP_ROWS) > 1
-    listed = warpgroup_tiles(*dims, is_packed, has_entropy)
+    listed = warpgroup_tiles(*dims, is_packed, has_entropy, problem.has_softcap)
     tiles = [tile for tile in listed if _fits(tile, dims, device)]
     if choice.forward_tile is not None:
         tiles = [cast(WarpgroupTile, choice.forward_tile)]
@@ -838,7 +857,11 @@ def warpgroup_time(
 
 
 def warpgroup_tiles(
-    dim1: int, dim2: int, is_packed: bool, has_entropy: bool = False
+    dim1: int,
+    dim2: int,
+    is_packed: bool,
+    has_entropy: bool = False,
+    has_softcap: bool = False,
 ) -> Iterator[WarpgroupTile]:
     """Tiles for a pair of buckets, those that keep a multiprocessor busiest first.
 
@@ -868,6 +891,7 @@ def warpgroup_template(
     is_packed: bool,
     is_window: bool,
     has_entropy: bool = False,
+    has_softcap: bool = False,
 ) -> Template:
     """Template arguments of ``forward_sm90``."""
     return (
@@ -881,6 +905,7 @@ def warpgroup_template(
         ("kIsPacked", is_packed),
         ("kIsWindow", is_window),
         ("kHasEntropy", has_entropy),
+        ("kHasSoftcap", has_softcap),
     )
 
 
@@ -895,9 +920,10 @@ def forward_tile(
     is_window: bool,
     device: DeviceFacts,
     has_entropy: bool = False,
+    has_softcap: bool = False,
 ) -> ForwardTile:
     """Choose the tile of a pair of buckets; see `forward_tiles`."""
-    tiles = forward_tiles(dim1, dim2, num_rows, is_window, has_entropy)
+    tiles = forward_tiles(dim1, dim2, num_rows, is_window, has_entropy, has_softcap)
     sizes = [tile.shared_memory(dim1, dim2) for tile in tiles]
     if num_rows <= FEW_QUERIES:
         # Bound by memory: what counts is bytes under way, and the list is in that order.
@@ -908,7 +934,12 @@ def forward_tile(
 
 
 def forward_tiles(
-    dim1: int, dim2: int, num_rows: int, is_window: bool, has_entropy: bool = False
+    dim1: int,
+    dim2: int,
+    num_rows: int,
+    is_window: bool,
+    has_entropy: bool = False,
+    has_softcap: bool = False,
 ) -> tuple[ForwardTile, ...]:
     """Tiles for a pair of buckets and so many rows, the fastest first.
 
@@ -943,6 +974,7 @@ def forward_template(
     is_packed: bool,
     is_window: bool,
     has_entropy: bool = False,
+    has_softcap: bool = False,
 ) -> Template:
     """Template arguments of ``forward_sm80``."""
     return (
@@ -960,6 +992,7 @@ def forward_template(
         ("kIsPacked", is_packed),
         ("kIsWindow", is_window),
         ("kHasEntropy", has_entropy),
+        ("kHasSoftcap", has_softcap),
     )
 
 
@@ -1081,7 +1114,7 @@ def _backward(
         for side in sides
     ]
     guarded = "" if problem.aligned else "_guarded"
-    mask = _mask_suffix(problem)
+    mask = _mask_suffix(problem) + _softcap_suffix(problem)
     name = f"backward_{'_'.join(parts)}_{ELEMENTS[problem.dtype]}_{dims}{guarded}{mask}"
     return BackwardPlan(name, device.arch, sides, max_dkl_offset, scratch_offset, workspace)
 
@@ -1127,13 +1160,15 @@ def _side(
                 tile = few_tile(problem, side, device)
             assert tile is not None
             num_tiles = _ceil_div(num_rows, FEW_BLOCK_K) * num_heads
-            few = few_template(problem.dtype, side, dim1, dim2, tile, has_dq, has_dk)
+            few = few_template(
+                problem.dtype, side, dim1, dim2, tile, has_dq, has_dk, problem.has_softcap
+            )
             smem, boxes = tile.shared_memory(dim1, dim2), tile.boxes(heads_per_key(problem, side))
             grid = min(device.num_sms, num_tiles)
             return KernelPlan(name, few, grid, tile.threads, smem, boxes), num_tiles
         elif name == "backward_fused_sm90":
             if not isinstance(tile, BackwardWarpgroupTile):
-                tile = backward_warpgroup_tile(dim1, dim2, side, device)
+                tile = backward_warpgroup_tile(dim1, dim2, side, device, problem.has_softcap)
             assert tile is not None
             template = backward_warpgroup_template(problem.dtype, side, dim1, dim2, tile, has_dk)
             boxes, smem = tile.boxes, tile.shared_memory(dim1, dim2, side)
@@ -1145,7 +1180,11 @@ def _side(
                 name, problem.dtype, side, dim1, dim2, tile, problem.aligned, has_dk
             )
             smem = tile.shared_memory(name, dim1, dim2)
-        template = (*template, ("kIsWindow", problem.is_window))
+        template = (
+            *template,
+            ("kIsWindow", problem.is_window),
+            ("kHasSoftcap", problem.has_softcap),
+        )
         num_blocks = _ceil_div(num_rows, tile.stationary_rows)
         if num_blocks * num_heads == 0:
             return None, 0
@@ -1342,6 +1381,7 @@ def few_template(
     tile: FewTile,
     has_dq: bool = True,
     has_dk: bool = True,
+    has_softcap: bool = False,
 ) -> Template:
     """Template arguments of ``backward_few_sm90``."""
     return (
@@ -1353,6 +1393,7 @@ def few_template(
         ("kNumStages", tile.num_stages),
         ("kHasDq", has_dq),
         ("kHasDk", has_dk),
+        ("kHasSoftcap", has_softcap),
     )
 
 
@@ -1434,16 +1475,18 @@ def has_hopper_tile(kernel: str, dim1: int, dim2: int, side: int, device: Device
 
 
 def backward_warpgroup_tile(
-    dim1: int, dim2: int, side: int, device: DeviceFacts
+    dim1: int, dim2: int, side: int, device: DeviceFacts, has_softcap: bool = False
 ) -> BackwardWarpgroupTile | None:
     """Choose the tile of ``backward_fused_sm90``; None if there is none for these dimensions."""
-    for tile in backward_warpgroup_tiles(dim1, dim2, side):
+    for tile in backward_warpgroup_tiles(dim1, dim2, side, has_softcap):
         if tile.shared_memory(dim1, dim2, side) <= device.shared_memory_per_block:
             return tile
     return None
 
 
-def backward_warpgroup_tiles(dim1: int, dim2: int, side: int) -> Iterator[BackwardWarpgroupTile]:
+def backward_warpgroup_tiles(
+    dim1: int, dim2: int, side: int, has_softcap: bool = False
+) -> Iterator[BackwardWarpgroupTile]:
     """Tiles for a pair of buckets, the fastest first.
 
     What the sums of dK leave of the registers goes to the stationary operands; sums of more than
@@ -1704,8 +1747,9 @@ def shape_of(problem: Problem) -> tuple[int, int, int]:
 
 def _tuned(problem: Problem, device: DeviceFacts, of: ProblemClass) -> Choice:
     """What was measured for this very shape, or else for one of its class."""
-    # Nothing is measured with rows off 16 bytes, whose loads are guarded, or with a window.
+    # Nothing is measured with rows off 16 bytes, whose loads are guarded, with a window or softcap.
     is_measured = problem.aligned and problem.window == NO_WINDOW and problem.q_offset is None
+    is_measured = is_measured and not problem.has_softcap
     alike = [one for one in device.tuned if one.problem_class == of] if is_measured else []
     for one in alike:
         if one.shape == shape_of(problem):
@@ -1787,11 +1831,16 @@ def tile_candidates(
     limit = device.shared_memory_per_block
     if kernel == "forward_sm80":
         few = dict.fromkeys(
-            tile for rows in ROW_CLASSES for tile in forward_tiles(*dims, rows, problem.is_window)
+            tile
+            for rows in ROW_CLASSES
+            for tile in forward_tiles(
+                *dims, rows, problem.is_window, has_softcap=problem.has_softcap
+            )
         )
         return tuple(tile for tile in few if tile.shared_memory(*dims) <= limit)
     if kernel == "forward_sm90":
-        listed = warpgroup_tiles(*dims, heads_per_tile(problem, WARPGROUP_ROWS) > 1)
+        is_packed = heads_per_tile(problem, WARPGROUP_ROWS) > 1
+        listed = warpgroup_tiles(*dims, is_packed, has_softcap=problem.has_softcap)
         wide = dict.fromkeys((*listed, *warpgroup_grid(*dims, limit)))
         return tuple(tile for tile in wide if tile.fits(*dims, limit))
     if kernel in PAIR_KERNELS:
@@ -1803,7 +1852,7 @@ def tile_candidates(
         wide_enough = (tile for tile in few_tiles(*dims, side) if tile.rows >= num_rows)
         return tuple(tile for tile in wide_enough if tile.shared_memory(*dims) <= limit)
     if kernel == "backward_fused_sm90":
-        cut = backward_warpgroup_tiles(*dims, side)
+        cut = backward_warpgroup_tiles(*dims, side, problem.has_softcap)
         return tuple(tile for tile in cut if tile.shared_memory(*dims, side) <= limit)
     cuts = backward_tiles(kernel, *dims, side, problem.aligned and not problem.is_window)
     return tuple(tile for tile in cuts if tile.shared_memory(kernel, *dims) + STATIC_BYTES <= limit)
@@ -1896,20 +1945,21 @@ OF_FINISHED_ROWS: tuple[Specialisation, ...] = (("merge_states", ()), ("replace_
 def specialisations(arch: str) -> tuple[Specialisation, ...]:
     """Everything that a plan can return on a card of this architecture, each once."""
     pairs = [(dim1, dim2) for dim1 in BUCKETS for dim2 in BUCKETS]
-    return _specialisations(arch, pairs, in_full=pairs, windowed=pairs)
+    return _specialisations(arch, pairs, in_full=pairs, windowed=pairs, capped=pairs)
 
 
 def declared(arch: str) -> tuple[Specialisation, ...]:
     """The specialisations that the tests compile.
 
     For sm_80 and sm_90a every kernel, dtype, side and equal pair of head dims and the unequal pairs
-    that the benchmarks name, with windows the two most common pairs; for others a sample of all,
-    the same every time.
+    that the benchmarks name, with windows the two most common pairs, with softcaps one; for others
+    a sample of all, the same every time.
     """
     if arch in FULLY_DECLARED:
         pairs = [(dim, dim) for dim in BUCKETS] + list(UNEQUAL_PAIRS)
         windowed = [(64, 64), (128, 128)]
-        found = _specialisations(arch, pairs, in_full=[(128, 128)], windowed=windowed)
+        full = [(128, 128)]
+        found = _specialisations(arch, pairs, in_full=full, windowed=windowed, capped=full)
         return tuple(one for one in found if ("kIsAligned", False) not in one[1])
     everything = specialisations(arch)
     return tuple(random.Random(arch).sample(everything, min(SAMPLE_SIZE, len(everything))))
@@ -1920,6 +1970,7 @@ def _specialisations(
     pairs: list[tuple[int, int]],
     in_full: list[tuple[int, int]],
     windowed: list[tuple[int, int]],
+    capped: list[tuple[int, int]],
 ) -> tuple[Specialisation, ...]:
     """Those of some pairs of head dims; of `in_full` also dQ without dK and the entropy."""
     device = device_facts(arch)
@@ -1933,10 +1984,11 @@ def _specialisations(
                 found["backward_finish", (("Element", element), ("kHeadDim", dim))] = None
             begins = (False, True) if (dim1, dim2) in windowed else (False,)
             sums = (False, True) if (dim1, dim2) in in_full else (False,)
-            for aligned, is_window in itertools.product((True, False), begins):
+            bounds = (False, True) if (dim1, dim2) in capped else (False,)
+            for aligned, is_window, has_softcap in itertools.product((True, False), begins, bounds):
                 for has_entropy in sums:
                     for kernel, template, _ in forward_kernels(
-                        dtype, dim1, dim2, aligned, is_window, device, has_entropy
+                        dtype, dim1, dim2, aligned, is_window, device, has_entropy, has_softcap
                     ):
                         found[kernel, template] = None
                 for kernel, side in itertools.product(BACKWARD_KERNELS, (1, 2)):
@@ -1945,7 +1997,7 @@ def _specialisations(
                         for few in few_of_each_size(dim1, dim2, side, device):
                             for has_dq, has_dk in ((True, True), *alone):
                                 template = few_template(
-                                    dtype, side, dim1, dim2, few, has_dq, has_dk
+                                    dtype, side, dim1, dim2, few, has_dq, has_dk, has_softcap
                                 )
                                 found[kernel, template] = None
                         continue
@@ -1967,13 +2019,14 @@ def _specialisations(
                                 kernel, dtype, side, dim1, dim2, pair
                             )
                         else:
-                            fit = backward_warpgroup_tile(dim1, dim2, side, device)
+                            fit = backward_warpgroup_tile(dim1, dim2, side, device, has_softcap)
                             if fit is None:
                                 continue
                             template = backward_warpgroup_template(
                                 dtype, side, dim1, dim2, fit, has_dk
                             )
-                        found[kernel, (*template, ("kIsWindow", is_window))] = None
+                        tail = (("kIsWindow", is_window), ("kHasSoftcap", has_softcap))
+                        found[kernel, (*template, *tail)] = None
     return tuple(found)
 
 
@@ -1985,21 +2038,22 @@ def forward_kernels(
     is_window: bool,
     device: DeviceFacts,
     has_entropy: bool = False,
+    has_softcap: bool = False,
 ) -> Iterator[tuple[str, Template, int]]:
     """Every kernel that the forward of a pair of buckets can take: its template arguments and its
     bytes of shared memory."""
     for num_rows, is_packed in itertools.product(ROW_CLASSES, (False, True)):
         if not (is_packed and num_rows > FEW_QUERIES):  # only few queries are packed
-            tile = forward_tile(dim1, dim2, num_rows, is_window, device, has_entropy)
+            tile = forward_tile(dim1, dim2, num_rows, is_window, device, has_entropy, has_softcap)
             template = forward_template(
-                dtype, dim1, dim2, tile, aligned, is_packed, is_window, has_entropy
+                dtype, dim1, dim2, tile, aligned, is_packed, is_window, has_entropy, has_softcap
             )
             yield "forward_sm80", template, tile.shared_memory(dim1, dim2)
     for is_packed in (False, True) if device.arch == "sm_90a" and aligned else ():
-        for wide in warpgroup_tiles(dim1, dim2, is_packed, has_entropy):
+        for wide in warpgroup_tiles(dim1, dim2, is_packed, has_entropy, has_softcap):
             if _fits(wide, (dim1, dim2), device):
                 template = warpgroup_template(
-                    dtype, dim1, dim2, wide, is_packed, is_window, has_entropy
+                    dtype, dim1, dim2, wide, is_packed, is_window, has_entropy, has_softcap
                 )
                 yield "forward_sm90", template, wide.shared_memory(dim1, dim2)
     for lanes in (2, 4, 8, 16, 32):
