@@ -58,11 +58,12 @@ struct QueryRows {
     }
     SKL_DEVICE void gradients(float (&fixed)[2][kBlockK / 4],
                               const float (&trained)[2][kBlockK / 4]) const {
-        const WeightedStatistics rows[2] = {row(0), row(1)};
+        const BackwardParams& params = this->params;
         take_trained<kSide, kHasSoftcap, true>(
-            fixed, trained, params, [&](int line, int e, const CappedLogit& logit) {
+            fixed, trained, params, [&, this](int line, int e, const CappedLogit& logit) {
+                const WeightedStatistics row = this->row(line);
                 fixed[line][e] =
-                    product_gradient<kSide, kHasSoftcap>(logit, fixed[line][e], rows[line], params);
+                    product_gradient<kSide, kHasSoftcap>(logit, fixed[line][e], row, params);
             });
     }
     SKL_DEVICE bool is_border() const {

@@ -163,8 +163,8 @@ __global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ* kNum
             compute_scores<Element, kHeadDim2, kRowTiles, kChunkK>(
                 s2, queries2, sK2 + key_of_tile * kHeadDim2 * 2, lane2);
             if constexpr (kHasSoftcap) {
-                cap_scores(s1, params.softcap1);
-                cap_scores(s2, params.softcap2);
+                cap_scores(s1, params.tanh_scale1);
+                cap_scores(s2, params.tanh_scale2);
             }
             if (first_key < all.begin || first_key + kChunkK > all.end) {
                 mask_scores(s1, s2, range, rows, first_key, params.masked_logit1,

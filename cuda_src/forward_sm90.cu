@@ -243,8 +243,8 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
         ring.advance();
         if constexpr (Traits::kTakesTurns) turns.end(tile + 1 < tiles.end);
         if constexpr (kHasSoftcap) {
-            cap_scores(s1, params.softcap1);
-            cap_scores(s2, params.softcap2);
+            cap_scores(s1, params.tanh_scale1);
+            cap_scores(s2, params.tanh_scale2);
         }
         if (first_key < all.begin || first_key + kBlockK > all.end) {
             mask_scores(s1, s2, range, rows, first_key, params.masked_logit1, params.masked_logit2);

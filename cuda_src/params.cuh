@@ -14,12 +14,6 @@ struct RowsRef {  // kl, lse1, lse2 and their low parts share one set of strides
     int64 batch_stride, head_stride, row_stride;
 };
 
-// A soft bound c of logits, see softcap.cuh.
-struct Softcap {
-    float tanh_scale;  // scale / c, which makes the argument of the tanh; 0 without a bound
-    float kept;        // how much of a product is its logit: 1 without a bound, else 0
-};
-
 struct ForwardParams {
     TensorRef q1, k1, q2, k2;
     RowsRef rows;
@@ -34,7 +28,7 @@ struct ForwardParams {
     float masked_logit1, masked_logit2;  // kMaskedLogit before the scale
     int64 num_rows;
     float *entropy, *cross_entropy;  // null unless the kernel has the entropy
-    Softcap softcap1, softcap2;
+    float tanh_scale1, tanh_scale2;  // of logits with a bound (softcap.cuh), else 0
 };
 
 struct PrepareParams {
@@ -67,7 +61,7 @@ struct BackwardParams {
     int num_blocks;        // blocks of stationary rows per head; few: tiles of keys of all heads
     float scale1, scale2;  // to base 2
     float gradient_scale;  // scale_t of the side that gets gradients
-    Softcap softcap1, softcap2;
+    float tanh_scale1, tanh_scale2;  // as in ForwardParams
 };
 
 struct FinishParams {

@@ -43,23 +43,23 @@ struct CappedLogit {
 // What a piece of code knows of the logits it is for.
 enum class Bound {
     kNone,  // that their side has no bound
-    kNear,  // that all of a warp's lie near zero, as those of a side without a bound count, too
+    kNear,  // that all of a warp's lie near zero
     kAny,   // nothing
 };
 
 // An infinite x, which comes of infinite or overflown inputs, becomes NaN as its row does without a
 // bound.
 template <Bound kBound>
-SKL_HOST_DEVICE CappedLogit capped_logit(float x, const Softcap& softcap) {
+SKL_HOST_DEVICE CappedLogit capped_logit(float x, float tanh_scale) {
     if (kBound == Bound::kNone) return {x, 1.f};
-    const float u = x * softcap.tanh_scale;
+    const float u = x * tanh_scale;
     const float near = tanh_near_zero(u), slope_near = fma(-near, near, 1.f);
-    if (kBound == Bound::kNear) return {fma(x, softcap.kept, near), slope_near};
+    if (kBound == Bound::kNear) return {fma(x, 0.f, near), slope_near};
     // e^(-2 |u|); with it 1 - tanh^2 keeps its digits where tanh has long been 1.
     const float e = fast_exp2(fabs(u) * (-2.f * kLog2E)), r = fast_reciprocal(1.f + e);
     const float far = copysign(fma(-2.f * e, r, 1.f), u);
     const bool is_near = fabs(u) <= kNearZero;
-    return {fma(x, softcap.kept, is_near ? near : far), is_near ? slope_near : 4.f * e * (r * r)};
+    return {fma(x, 0.f, is_near ? near : far), is_near ? slope_near : 4.f * e * (r * r)};
 }
 
 // The gradient with respect to the scaled product of side kSide, given its logit and that of the
@@ -80,20 +80,20 @@ SKL_HOST_DEVICE float product_gradient(const CappedLogit& trained, float fixed, 
 #if defined(__CUDACC__)
 template <Bound kBound, bool kLinesFirst, int kLines, int kElements, class Take>
 SKL_DEVICE void take_columns(const float (&s)[kLines][kElements], int begin, int end,
-                             const Softcap& softcap, const Take& take) {
+                             float tanh_scale, const Take& take) {
     if constexpr (kLinesFirst) {
         SKL_UNROLL
         for (int line = 0; line < kLines; ++line) {
             SKL_UNROLL
             for (int e = begin; e < end; ++e)
-                take(line, e, capped_logit<kBound>(s[line][e], softcap));
+                take(line, e, capped_logit<kBound>(s[line][e], tanh_scale));
         }
     } else {
         SKL_UNROLL
         for (int e = begin; e < end; ++e) {
             SKL_UNROLL
             for (int line = 0; line < kLines; ++line)
-                take(line, e, capped_logit<kBound>(s[line][e], softcap));
+                take(line, e, capped_logit<kBound>(s[line][e], tanh_scale));
         }
     }
 }
@@ -102,10 +102,10 @@ SKL_DEVICE void take_columns(const float (&s)[kLines][kElements], int begin, int
 // have a bound, by code for those near zero, which needs no special functions, or for any. In
 // larger portions ptxas keeps more of the arithmetic under way than there are registers for.
 template <bool kHasSoftcap, bool kLinesFirst, int kLines, int kElements, class Take>
-SKL_DEVICE void take_logits(const float (&s)[kLines][kElements], const Softcap& softcap,
+SKL_DEVICE void take_logits(const float (&s)[kLines][kElements], float tanh_scale,
                             const Take& take) {
-    if constexpr (!kHasSoftcap) {
-        take_columns<Bound::kNone, kLinesFirst>(s, 0, kElements, softcap, take);
+    if (!kHasSoftcap || tanh_scale == 0.f) {
+        take_columns<Bound::kNone, kLinesFirst>(s, 0, kElements, tanh_scale, take);
     } else {
         constexpr int kCols = 4;
         SKL_UNROLL
@@ -115,13 +115,13 @@ SKL_DEVICE void take_logits(const float (&s)[kLines][kElements], const Softcap& 
             for (int line = 0; line < kLines; ++line) {
                 SKL_UNROLL
                 for (int e = begin; e < begin + kCols; ++e) {
-                    is_near &= fabsf(s[line][e] * softcap.tanh_scale) <= kNearZero;
+                    is_near &= fabsf(s[line][e] * tanh_scale) <= kNearZero;
                 }
             }
             if (__all_sync(~0u, is_near)) {
-                take_columns<Bound::kNear, kLinesFirst>(s, begin, begin + kCols, softcap, take);
+                take_columns<Bound::kNear, kLinesFirst>(s, begin, begin + kCols, tanh_scale, take);
             } else {
-                take_columns<Bound::kAny, kLinesFirst>(s, begin, begin + kCols, softcap, take);
+                take_columns<Bound::kAny, kLinesFirst>(s, begin, begin + kCols, tanh_scale, take);
             }
         }
     }
@@ -129,10 +129,11 @@ SKL_DEVICE void take_logits(const float (&s)[kLines][kElements], const Softcap& 
 
 // The logits of a tile, in place.
 template <int kLines, int kElements>
-SKL_DEVICE void cap_scores(float (&s)[kLines][kElements], const Softcap& softcap) {
-    if (softcap.tanh_scale == 0.f) return;
-    take_logits<true, false>(
-        s, softcap, [&](int line, int e, const CappedLogit& logit) { s[line][e] = logit.value; });
+SKL_DEVICE void cap_scores(float (&s)[kLines][kElements], float tanh_scale) {
+    if (tanh_scale == 0.f) return;
+    take_logits<true, false>(s, tanh_scale, [&](int line, int e, const CappedLogit& logit) {
+        s[line][e] = logit.value;
+    });
 }
 
 // Calls take(line, e, logit) for all products of side kSide, trained, of a tile, after those of the
@@ -141,8 +142,9 @@ template <int kSide, bool kHasSoftcap, bool kLinesFirst, int kLines, int kElemen
 SKL_DEVICE void take_trained(float (&fixed)[kLines][kElements],
                              const float (&trained)[kLines][kElements],
                              const BackwardParams& params, const Take& take) {
-    if constexpr (kHasSoftcap) cap_scores(fixed, kSide == 1 ? params.softcap2 : params.softcap1);
-    const Softcap& softcap = kSide == 1 ? params.softcap1 : params.softcap2;
-    take_logits<kHasSoftcap, kLinesFirst>(trained, softcap, take);
+    if constexpr (kHasSoftcap)
+        cap_scores(fixed, kSide == 1 ? params.tanh_scale2 : params.tanh_scale1);
+    float tanh_scale = kSide == 1 ? params.tanh_scale1 : params.tanh_scale2;
+    take_logits<kHasSoftcap, kLinesFirst>(trained, tanh_scale, take);
 }
 #endif

@@ -674,9 +674,7 @@ def warmup(
 
     force = env.force()
     plans: list[plan.ForwardPlan | plan.BackwardPlan] = []
-    for problem in _warmup_problems(
-        head_dim1, head_dim2, dtype, unaligned, windowed, softcap
-    ):
+    for problem in _warmup_problems(head_dim1, head_dim2, dtype, unaligned, windowed, softcap):
         for has_entropy in (False, True)[: 1 + entropy]:
             plans.append(plan.forward(problem, facts, force=force, has_entropy=has_entropy))
         for strategy in STRATEGIES if backward else ():

@@ -11,6 +11,7 @@ compares the layouts.
 from __future__ import annotations
 
 import functools
+import math
 import struct
 from dataclasses import replace
 from typing import TypeAlias
@@ -407,20 +408,19 @@ def _factors(problem: Problem) -> tuple[float, float]:
     a tanh."""
     bounds = (min(bound, LARGEST_SOFTCAP) for bound in (problem.softcap1, problem.softcap2))
     scale1, scale2 = (
-        bound or scale for bound, scale in zip(bounds, (problem.scale1, problem.scale2), strict=True)
+        bound or scale
+        for bound, scale in zip(bounds, (problem.scale1, problem.scale2), strict=True)
     )
     return scale1, scale2
 
 
 def _tanh_scales(problem: Problem) -> tuple[float, ...]:
-    """What makes arguments of the tanh of products; 0 for a side without a bound, and never for one
-    that has it."""
+    """What makes arguments of the tanh of products; 0 for a side without a bound and for no other."""
     found = []
     for scale, bound in ((problem.scale1, problem.softcap1), (problem.scale2, problem.softcap2)):
-        factor = scale / min(bound, LARGEST_SOFTCAP) if bound else 0.0
-        if bound and abs(factor) < 1 / LARGEST_TANH_SCALE:
-            factor = 1 / LARGEST_TANH_SCALE
-        found.append(max(-LARGEST_TANH_SCALE, min(LARGEST_TANH_SCALE, factor)))
+        size = abs(scale) / min(bound, LARGEST_SOFTCAP) if bound else 0.0
+        size = min(max(size, 1 / LARGEST_TANH_SCALE), LARGEST_TANH_SCALE) if bound else 0.0
+        found.append(math.copysign(size, scale))
     return tuple(found)
 
 
