@@ -415,7 +415,7 @@ def _factors(problem: Problem) -> tuple[float, float]:
 
 
 def _tanh_scales(problem: Problem) -> tuple[float, ...]:
-    """What makes arguments of the tanh of products; 0 for a side without a bound and for no other."""
+    """What makes arguments of a tanh of products; 0 for a side without a bound and no other."""
     found = []
     for scale, bound in ((problem.scale1, problem.softcap1), (problem.scale2, problem.softcap2)):
         size = abs(scale) / min(bound, LARGEST_SOFTCAP) if bound else 0.0

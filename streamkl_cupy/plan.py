@@ -1499,6 +1499,8 @@ def backward_warpgroup_tiles(
         return
     spare = (128 if dim1 + dim2 > 256 else 192) - trained
     steps = min(spare // 8, 12, (dim1 + dim2) // 16)
+    if has_softcap:  # whose exponentials need registers, too
+        steps = max(0, steps - 2)
     shallow = ((2, 1), (2, 2)) if dim1 == dim2 else ((2, 2), (2, 1))
     deep = ((5, 2), (4, 2), (3, 2))
     for num_stages, num_buffers in (*shallow, *deep) if side == 2 else (*deep, (2, 2), (2, 1)):
