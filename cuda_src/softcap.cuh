@@ -7,7 +7,6 @@
 // 1 - tanh^2, is a factor of the logit gradient.
 #pragma once
 #include "base.cuh"
-#include "gradient.cuh"
 #include "params.cuh"
 #include "row_statistics.cuh"
 

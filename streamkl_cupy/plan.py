@@ -870,7 +870,8 @@ def warpgroup_tiles(
     whose queries live in registers.
     """
     if dim1 + dim2 <= 256:
-        for consumers in (3, 2):
+        # Beside the places of packed rows three consumers spill the tanh of softcaps.
+        for consumers in (2,) if is_packed and has_softcap else (3, 2):
             stages = 5 if dim1 + dim2 <= 128 else 3 if dim1 + dim2 <= 192 else 2
             yield WarpgroupTile(consumers, 128, stages, False)
     elif dim1 + dim2 <= 320 and not has_entropy:  # whose sum spills beside such a tile
