@@ -184,6 +184,8 @@ def test_far_out(generation: str, rng: np.random.Generator, cupy_library: Cupy) 
     inputs = random_inputs(rng, num_queries=200, num_keys=300)
     for name, size in (("q2", 3), ("k2", 1)):
         values = np.abs(inputs[name].astype(np.float32)) * 0.05 + size
+        if name == "k2":  # or what is summed for a query nearly cancels
+            values *= np.sign(rng.standard_normal((*values.shape[:3], 1), np.float32))
         inputs[name] = values.astype(inputs[name].dtype)
     options = {"softcap1": 50.0, "softcap2": 3.0}
     arrays = upload_all(cupy_library, inputs)
@@ -199,7 +201,7 @@ def test_far_out(generation: str, rng: np.random.Generator, cupy_library: Cupy) 
             for name, ref in zip(INPUTS[2:], gradients[2:], strict=True):
                 assert 0 < np.abs(ref).max() < 1e-5
                 # 1 - tanh^2 of a float32 tanh is off by a tenth here.
-                assert error(results["d" + name].astype(np.float64), ref) < 0.004, name
+                assert error(results["d" + name].astype(np.float64), ref) < 0.005, name
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
