@@ -53,7 +53,7 @@ SKL_HOST_DEVICE CappedLogit capped_logit(float x, float tanh_scale) {
     if (kBound == Bound::kNone) return {x, 1.f};
     const float u = x * tanh_scale;
     const float near = tanh_near_zero(u), slope_near = fma(-near, near, 1.f);
-    if (kBound == Bound::kNear) return {fma(x, 0.f, near), slope_near};
+    if (kBound == Bound::kNear) return {near, slope_near};
     // e^(-2 |u|); with it 1 - tanh^2 keeps its digits where tanh has long been 1.
     const float e = fast_exp2(fabs(u) * (-2.f * kLog2E)), r = fast_reciprocal(1.f + e);
     const float far = copysign(fma(-2.f * e, r, 1.f), u);

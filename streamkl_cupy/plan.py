@@ -1151,7 +1151,7 @@ def _side(
         boxes = None
         if name in PAIR_KERNELS:
             if not isinstance(tile, PairWarpgroupTile):
-                tile = pair_warpgroup_tile(name, dim1, dim2, side, device)
+                tile = pair_warpgroup_tile(name, dim1, dim2, side, device, problem.has_softcap)
             assert tile is not None
             template = pair_warpgroup_template(name, problem.dtype, side, dim1, dim2, tile)
             boxes = tile.boxes(name)
@@ -1485,6 +1485,11 @@ def backward_warpgroup_tile(
     return None
 
 
+# Registers of a consumer that softcaps need beside what fits without them: all of these for the
+# separate kernels, half of them for the fused one, whose operands take 4 a step.
+REGISTERS_OF_SOFTCAP = 16
+
+
 def backward_warpgroup_tiles(
     dim1: int, dim2: int, side: int, has_softcap: bool = False
 ) -> Iterator[BackwardWarpgroupTile]:
@@ -1500,8 +1505,8 @@ def backward_warpgroup_tiles(
         return
     spare = (128 if dim1 + dim2 > 256 else 192) - trained
     steps = min(spare // 8, 12, (dim1 + dim2) // 16)
-    if has_softcap:  # whose exponentials need registers, too
-        steps = max(0, steps - 2)
+    if has_softcap:
+        steps = max(0, steps - REGISTERS_OF_SOFTCAP // 8)
     shallow = ((2, 1), (2, 2)) if dim1 == dim2 else ((2, 2), (2, 1))
     deep = ((5, 2), (4, 2), (3, 2))
     for num_stages, num_buffers in (*shallow, *deep) if side == 2 else (*deep, (2, 2), (2, 1)):
@@ -1541,17 +1546,19 @@ MOST_STEPS = 12
 
 
 def pair_warpgroup_tile(
-    kernel: str, dim1: int, dim2: int, side: int, device: DeviceFacts
+    kernel: str, dim1: int, dim2: int, side: int, device: DeviceFacts, has_softcap: bool = False
 ) -> PairWarpgroupTile | None:
     """Choose the tile of a separate Hopper kernel; None if none fits the card."""
     fixed, trained = _fixed_and_trained(dim1, dim2, side)
-    for tile in pair_warpgroup_tiles(kernel, fixed, trained):
+    for tile in pair_warpgroup_tiles(kernel, fixed, trained, has_softcap):
         if tile.shared_memory(kernel, fixed, trained) <= device.shared_memory_per_block:
             return tile
     return None
 
 
-def pair_warpgroup_tiles(kernel: str, fixed: int, trained: int) -> Iterator[PairWarpgroupTile]:
+def pair_warpgroup_tiles(
+    kernel: str, fixed: int, trained: int, has_softcap: bool = False
+) -> Iterator[PairWarpgroupTile]:
     """Tiles for the buckets of the two sides, the fastest first.
 
     Two consumers; the widest tiles whose logits and gradients leave room for the sums, as many
@@ -1559,6 +1566,8 @@ def pair_warpgroup_tiles(kernel: str, fixed: int, trained: int) -> Iterator[Pair
     """
     is_wide_dk = kernel == "backward_dk_sm90" and trained > 128
     registers = CONSUMER_REGISTERS - (SPARE_REGISTERS_OF_WIDE_DK if is_wide_dk else SPARE_REGISTERS)
+    if has_softcap:
+        registers -= REGISTERS_OF_SOFTCAP
     for block_cols in (64, 48, 32):
         left = registers - trained // 2 - block_cols - block_cols // 4
         if left < 0:
@@ -1848,7 +1857,7 @@ def tile_candidates(
         return tuple(tile for tile in wide if tile.fits(*dims, limit))
     if kernel in PAIR_KERNELS:
         fixed, trained = _fixed_and_trained(*dims, side)
-        pair = pair_warpgroup_tiles(kernel, fixed, trained)
+        pair = pair_warpgroup_tiles(kernel, fixed, trained, problem.has_softcap)
         return tuple(tile for tile in pair if tile.shared_memory(kernel, fixed, trained) <= limit)
     if kernel == "backward_few_sm90":
         num_rows = few_rows(problem, side)
@@ -2015,7 +2024,9 @@ def _specialisations(
                         elif arch != "sm_90a":
                             continue
                         elif kernel in PAIR_KERNELS:
-                            pair = pair_warpgroup_tile(kernel, dim1, dim2, side, device)
+                            pair = pair_warpgroup_tile(
+                                kernel, dim1, dim2, side, device, has_softcap
+                            )
                             if pair is None:
                                 continue
                             template = pair_warpgroup_template(
