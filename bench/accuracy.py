@@ -76,13 +76,14 @@ class Problem:
         """The outputs in float64, or by the textbook formula."""
         case = self.cases[0]
         scales = (case.scale1, case.scale2)
-        return textbook.solve(case.inputs, case.dkl, scales, exact=exact)
+        softcap = self.cell.softcap
+        return textbook.solve(case.inputs, case.dkl, scales, exact=exact, softcap=softcap)
 
 
 def workload_of(cell: Cell) -> Workload:
     """Shapes and dtype of a cell."""
     lengths, dims = (cell.length,) * 2, (cell.head_dim,) * 2
-    return Workload(NUM_HEADS, *lengths, *dims, dtype=cell.dtype)
+    return Workload(NUM_HEADS, *lengths, *dims, dtype=cell.dtype, softcap=cell.softcap)
 
 
 def run(cells: Sequence[Cell], peer_names: Sequence[str], say: Say) -> Report:
@@ -102,7 +103,7 @@ def run(cells: Sequence[Cell], peer_names: Sequence[str], say: Say) -> Report:
     settings = [replace(shape, setting=setting) for shape in shapes for setting in (1, 2)]
     ours.compile_ahead(settings, ("auto", "separate"))
     if "triton" in peer_names:
-        _compile_triton(shapes)
+        _compile_triton([shape for shape in shapes if shape.softcap is None])
     rows: list[Row] = []
     for cell in cells:
         say(f"accuracy: {cell.label}")
@@ -139,7 +140,8 @@ def rows_of(problem: Problem, peer_names: Sequence[str]) -> list[Row]:
         DETERMINISTIC: lambda: _ours(problem, "separate"),
         TEXTBOOK: lambda: (baseline, ""),
     }
-    for name in peer_names:
+    # No peer has a bound of the logits.
+    for name in peer_names if problem.cell.softcap is None else ():
         makers[name] = lambda name=name: _peer(problem, name)
     rows = []
     for name, make in makers.items():

@@ -198,6 +198,8 @@ class Case:
             k1, k2 = self.k1[key_head, keys], self.k2[key_head, keys]
         s1 = self.q1[head, rows].double() @ k1.double().T * self.scale1
         s2 = self.q2[head, rows].double() @ k2.double().T * self.scale2
+        if (bound := self.workload.softcap) is not None:
+            s1, s2 = bound * (s1 / bound).tanh(), bound * (s2 / bound).tanh()
         if self.workload.causal:
             last = rows + self.workload.num_keys - self.workload.num_queries
             hidden = keys > last[:, None]
@@ -252,6 +254,9 @@ class Case:
         else:
             delta = (kl - lse2 + lse1)[:, None]
             ds = torch.where(p1 > 0, p1 * (s1 - s2 - delta), 0.0)
+        if (bound := self.workload.softcap) is not None:
+            logits = (s2 if self.workload.setting == 1 else s1).clamp(min=-bound)  # masked ones
+            ds = ds * (1 - (logits / bound) ** 2)
         return ds * self.dkl[head, rows].double()[:, None]
 
 

@@ -82,6 +82,8 @@ class Cell:
         Standard deviation of the logits.
     kl
         What it is to be between near sides.
+    softcap
+        Bound of the logits of both sides.
     headline
         Whether the README shows it.
     """
@@ -93,6 +95,7 @@ class Cell:
     logit_scale: float = 1.0
     kl: float | None = None
     headline: bool = False
+    softcap: float | None = None
 
     @property
     def label(self) -> str:
@@ -102,6 +105,7 @@ class Cell:
             "near": f"KL about {self.kl}",
             "equal": "equal sides",
         }[self.kind]
+        what += "" if self.softcap is None else f", softcap {self.softcap:g}"
         return f"{self.dtype}, d = {self.head_dim}, N = {self.length}, {what}"
 
 
@@ -161,6 +165,7 @@ def forward() -> tuple[Spec, ...]:
         )
     specs.append(Spec("8 heads share keys", replace(SQUARE, group=8), (AUTO,)))
     specs.append(_windowed("d = 128", LEAST_SHARE_OF_WINDOW))
+    specs.append(Spec("d = 128, N = 16K, softcap 50", replace(SQUARE, softcap=50.0), (AUTO,)))
     specs.append(Spec("BH = 8, N = 512K, causal", LONGEST, (AUTO,)))
     return tuple(specs)
 
@@ -240,6 +245,9 @@ def backward() -> tuple[Spec, ...]:
         label = _label(f"Setting {setting}, d = 128", 65536, causal)
         specs.append(Spec(label, shape, (AUTO,), calls=LEAST_ROUNDS))
     specs.append(_windowed("Setting 1, d = 128", LEAST_SHARE_OF_WINDOW))
+    for setting in (1, 2):
+        shape = replace(SQUARE, setting=setting, softcap=50.0)
+        specs.append(Spec(f"Setting {setting}, d = 128, N = 16K, softcap 50", shape, (AUTO,)))
     return tuple(specs)
 
 
@@ -442,6 +450,11 @@ def accuracy() -> tuple[Cell, ...]:
         cells += [
             Cell("equal", dtype, dim, 4096, headline=(dtype, dim) == ("bfloat16", 128))
             for dim in (64, 128, 256)
+        ]
+        # Most logits near zero, about the bound and far above it.
+        cells += [
+            Cell("logits", dtype, 128, 4096, size, softcap=bound)
+            for size, bound in ((1.0, 50.0), (10.0, 10.0), (100.0, 30.0))
         ]
     return tuple(cells)
 

@@ -514,6 +514,7 @@ def _interpolate(
             for other in specs
             if other.workload.head_dim1 == other.workload.head_dim2
             and other.workload.window is None
+            and other.workload.softcap is None
             and replace(
                 other.workload,
                 head_dim1=spec.workload.head_dim1,

@@ -32,6 +32,7 @@ def problem_of(workload: Workload) -> problem.Problem:
         head_dim1=workload.head_dim1,
         head_dim2=workload.head_dim2,
         **workload.mask,
+        **workload.softcaps,
     )
 
 
@@ -81,7 +82,8 @@ def describe(case: Case) -> problem.Problem:
         )
         for name, tensor in zip(problem.INPUTS, case.inputs, strict=True)
     ]
-    return problem.describe(*operands, **case.workload.mask, scale1=case.scale1, scale2=case.scale2)
+    options = {**case.workload.mask, **case.workload.softcaps}
+    return problem.describe(*operands, **options, scale1=case.scale1, scale2=case.scale2)
 
 
 def forward_plan(case: Case) -> Any:
@@ -164,7 +166,8 @@ def split_entries(case: Case) -> list[Entry]:
 
 def forward_state(case: Case) -> skl.KLState:
     """One call of the forward."""
-    return skl.attention_kl(*case.inputs, **case.workload.mask, return_state=True)
+    options = {**case.workload.mask, **case.workload.softcaps}
+    return skl.attention_kl(*case.inputs, **options, return_state=True)
 
 
 def forward_call(case: Case) -> Callable[[], Outputs]:
@@ -216,6 +219,7 @@ def backward_call(case: Case, strategy: str, deterministic: bool) -> Callable[[]
             state,
             wrt=case.wrt,
             **case.workload.mask,
+            **case.workload.softcaps,
             strategy=strategy,
             deterministic=deterministic,
         )

@@ -21,7 +21,12 @@ Solution = dict[str, torch.Tensor]
 
 
 def solve(
-    inputs: Sequence[torch.Tensor], dkl: torch.Tensor, scales: tuple[float, float], *, exact: bool
+    inputs: Sequence[torch.Tensor],
+    dkl: torch.Tensor,
+    scales: tuple[float, float],
+    *,
+    exact: bool,
+    softcap: float | None = None,
 ) -> Solution:
     """kl, both log-sum-exps and the four gradients, one block of rows after another, unmasked.
 
@@ -36,6 +41,8 @@ def solve(
     exact
         True for float64. False for the textbook formula in float32, whose logit gradients are
         rounded to the mantissa of the inputs and whose gradients are of their dtype.
+    softcap
+        Bound of the logits of both sides.
 
     Returns
     -------
@@ -51,6 +58,10 @@ def solve(
     for start in range(0, num_queries, step):
         rows = slice(start, start + step)
         s1, s2 = q1[:, rows] @ k1.mT * scales[0], q2[:, rows] @ k2.mT * scales[1]
+        slopes: dict[str, torch.Tensor | float] = {"1": 1.0, "2": 1.0}
+        if softcap is not None:
+            t1, t2 = (s1 / softcap).tanh(), (s2 / softcap).tanh()
+            s1, s2, slopes = softcap * t1, softcap * t2, {"1": 1 - t1 * t1, "2": 1 - t2 * t2}
         log_p1, log_p2 = s1.log_softmax(-1), s2.log_softmax(-1)
         p1 = log_p1.exp()
         kl = (p1 * (log_p1 - log_p2)).sum(-1)
@@ -63,7 +74,7 @@ def solve(
             ("1", q1, k1, p1 * (log_p1 - log_p2 - kl[..., None])),
             ("2", q2, k2, log_p2.exp() - p1),
         ):
-            weighted = ds * upstream
+            weighted = ds * upstream * slopes[side]
             if not exact:
                 weighted = round_mantissa(weighted, inputs[0].dtype)
             parts["q" + side].append(weighted @ k)

@@ -30,6 +30,8 @@ class Workload:
         Query heads that share a key head, on both sides.
     window
         With `causal`: how many keys before its own a query sees. None for all.
+    softcap
+        Bound of the logits of both sides. None for none.
     """
 
     heads: int
@@ -42,6 +44,7 @@ class Workload:
     setting: int = 1
     group: int = 1
     window: int | None = None
+    softcap: float | None = None
 
     def __post_init__(self) -> None:
         sizes = {
@@ -73,6 +76,7 @@ class Workload:
         """For instance ``bh32_q16384_k16384_d128x128_bf16_causal``."""
         mask = (f"_group{self.group}" if self.group > 1 else "") + "_causal" * self.causal
         mask += "" if self.window is None else f"_window{self.window}"
+        mask += "" if self.softcap is None else f"_softcap{self.softcap:g}"
         return (
             f"bh{self.heads}_q{self.num_queries}_k{self.num_keys}"
             f"_d{self.head_dim1}x{self.head_dim2}_{SHORT_DTYPES[self.dtype]}{mask}"
@@ -117,6 +121,11 @@ class Workload:
         """What ``attention_kl`` takes of it."""
         window = {} if self.window is None else {"window": (self.window, None)}
         return {"causal": self.causal, **window}
+
+    @property
+    def softcaps(self) -> dict[str, Any]:
+        """Likewise."""
+        return {} if self.softcap is None else {"softcap1": self.softcap, "softcap2": self.softcap}
 
     @property
     def forward_flops(self) -> float:

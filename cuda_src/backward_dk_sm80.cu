@@ -24,7 +24,8 @@
 #include "smem.cuh"
 
 template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kRowTiles, int kNumWarps,
-          int kBlockQ, int kChunkQ, int kNumStages, bool kIsAligned, bool kIsWindow>
+          int kBlockQ, int kChunkQ, int kNumStages, bool kIsAligned, bool kIsWindow,
+          bool kHasSoftcap>
 __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     backward_dk_sm80(const BackwardParams params) {
     using Tile =
@@ -99,7 +100,7 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
                 s2, keys2, sQ2 + chunk * kHeadDim2 * 2, lane2);
             // 4. Their gradients, written over the logits of the other side.
             auto& ds = kSide == 1 ? s2 : s1;
-            transposed_gradients<kSide>(ds, s1, s2, rows, chunk, params, factor);
+            transposed_gradients<kSide, kHasSoftcap>(ds, s1, s2, rows, chunk, params, factor);
             bool leaks = false;
             if (first_key < all.begin || first_key + Tile::kRowsPerWarp > all.end ||
                 last >= range.num_queries) {

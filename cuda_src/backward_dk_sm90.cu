@@ -21,9 +21,10 @@
 #include "key_range.cuh"
 #include "params.cuh"
 #include "schedule.cuh"
+#include "softcap.cuh"
 
 // A warpgroup's keys and where it stands among the queries; see sum_gradients.
-template <class Element, class Traits, class Range>
+template <class Element, class Traits, class Range, bool kHasSoftcap>
 struct KeyRows {
     static constexpr int kSide = Traits::kSide, kBlockQ = Traits::kBlockCols;
     using Walk = QueryWalk<kSide, Traits::kBlockRows, kBlockQ>;
@@ -47,18 +48,13 @@ struct KeyRows {
     }
     SKL_DEVICE void gradients(float (&fixed)[2][kBlockQ / 4],
                               const float (&trained)[2][kBlockQ / 4]) const {
-        SKL_UNROLL
-        for (int e = 0; e < kBlockQ / 4; ++e) {
-            WeightedStatistics row = statistics[col_of_element(e)];
-            if (is_same<Element, fp16>) row.weight *= factor;
-            SKL_UNROLL
-            for (int line = 0; line < 2; ++line) {
-                const float x = trained[line][e], x_fixed = fixed[line][e];
+        take_trained<kSide, kHasSoftcap, false>(
+            fixed, trained, params, [&](int line, int e, const CappedLogit& logit) {
+                WeightedStatistics row = statistics[col_of_element(e)];
+                if (is_same<Element, fp16>) row.weight *= factor;
                 fixed[line][e] =
-                    weighted_gradient<kSide>(kSide == 1 ? x : x_fixed, kSide == 1 ? x_fixed : x,
-                                             row, params.scale1, params.scale2);
-            }
-        }
+                    product_gradient<kSide, kHasSoftcap>(logit, fixed[line][e], row, params);
+            });
     }
     SKL_DEVICE bool is_border() const {
         const int last = first_query + kBlockQ - 1;
@@ -103,7 +99,8 @@ SKL_DEVICE void produce(const InputMaps& maps, const BackwardParams& params, Pai
 }
 
 template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kNumConsumers, int kBlockQ,
-          int kFixedStages, int kTrainedStages, int kFixedSteps, int kTrainedSteps, bool kIsWindow>
+          int kFixedStages, int kTrainedStages, int kFixedSteps, int kTrainedSteps, bool kIsWindow,
+          bool kHasSoftcap>
 __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     backward_dk_sm90(const __grid_constant__ InputMaps maps,
                      const __grid_constant__ BackwardParams params) {
@@ -132,15 +129,15 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     take_registers<Traits::kConsumerRegisters>();
     // 3. and 4. The tiles.
     const int tiles_of_head = ceil_div(walk.query_end - walk.query_begin, kBlockQ);
-    KeyRows<Element, Traits, Range> rows{params,
-                                         range,
-                                         walk,
-                                         walk.first_key + 64 * (warpgroup - 1),
-                                         walk.head_begin,
-                                         walk.query_begin - kBlockQ,
-                                         walk.query_end,
-                                         call_factor<Element>(params.max_dkl),
-                                         smem_bytes};
+    KeyRows<Element, Traits, Range, kHasSoftcap> rows{params,
+                                                      range,
+                                                      walk,
+                                                      walk.first_key + 64 * (warpgroup - 1),
+                                                      walk.head_begin,
+                                                      walk.query_begin - kBlockQ,
+                                                      walk.query_end,
+                                                      call_factor<Element>(params.max_dkl),
+                                                      smem_bytes};
     float dk[2][Traits::kTrainedDim / 4];
     sum_gradients<Element>(dk, smem, rows, (walk.head_end - walk.head_begin) * tiles_of_head);
 

@@ -19,9 +19,11 @@
 #include "schedule.cuh"
 #include "scores.cuh"
 #include "smem.cuh"
+#include "softcap.cuh"
 
 template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kRowTiles, int kNumWarps,
-          int kBlockK, int kChunkK, int kNumStages, bool kIsAligned, bool kIsWindow>
+          int kBlockK, int kChunkK, int kNumStages, bool kIsAligned, bool kIsWindow,
+          bool kHasSoftcap>
 __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     backward_dq_sm80(const BackwardParams params) {
     using Tile =
@@ -106,16 +108,13 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
             // 4. Their gradients, written over the logits of the other side.
             auto& trained = kSide == 1 ? s1 : s2;
             auto& ds = kSide == 1 ? s2 : s1;
-            SKL_UNROLL
-            for (int line = 0; line < kLines; ++line) {
-                const RowStatistics statistics =
-                    rows.statistics[first_row - first_query + row_of_line(line)];
-                SKL_UNROLL
-                for (int e = 0; e < kChunkK / 4; ++e) {
-                    ds[line][e] = logit_gradient<kSide>(s1[line][e], s2[line][e], statistics,
-                                                        params.scale1, params.scale2);
-                }
-            }
+            take_trained<kSide, kHasSoftcap, true>(
+                ds, trained, params, [&](int line, int e, const CappedLogit& logit) {
+                    const RowStatistics statistics =
+                        rows.statistics[first_row - first_query + row_of_line(line)];
+                    ds[line][e] = product_gradient<kSide, kHasSoftcap>(logit, ds[line][e],
+                                                                       statistics, params);
+                });
             bool leaks = false;
             if (first_key < all.begin || first_key + kChunkK > all.end) {
                 leaks = mask_gradients(ds, trained, range, first_row, first_key);

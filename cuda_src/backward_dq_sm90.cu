@@ -18,9 +18,10 @@
 #include "key_range.cuh"
 #include "params.cuh"
 #include "schedule.cuh"
+#include "softcap.cuh"
 
 // A warpgroup's queries and where it stands among the keys; see sum_gradients.
-template <class Element, class Traits, class Range>
+template <class Element, class Traits, class Range, bool kHasSoftcap>
 struct QueryRows {
     static constexpr int kSide = Traits::kSide, kBlockK = Traits::kBlockCols;
     const BackwardParams& params;
@@ -57,17 +58,13 @@ struct QueryRows {
     }
     SKL_DEVICE void gradients(float (&fixed)[2][kBlockK / 4],
                               const float (&trained)[2][kBlockK / 4]) const {
-        SKL_UNROLL
-        for (int line = 0; line < 2; ++line) {
-            const WeightedStatistics row = this->row(line);
-            SKL_UNROLL
-            for (int e = 0; e < kBlockK / 4; ++e) {
-                const float x = trained[line][e], x_fixed = fixed[line][e];
+        const BackwardParams& params = this->params;
+        take_trained<kSide, kHasSoftcap, true>(
+            fixed, trained, params, [&, this](int line, int e, const CappedLogit& logit) {
+                const WeightedStatistics row = this->row(line);
                 fixed[line][e] =
-                    weighted_gradient<kSide>(kSide == 1 ? x : x_fixed, kSide == 1 ? x_fixed : x,
-                                             row, params.scale1, params.scale2);
-            }
-        }
+                    product_gradient<kSide, kHasSoftcap>(logit, fixed[line][e], row, params);
+            });
     }
     SKL_DEVICE bool is_border() const {
         return first_key < all.begin || first_key + kBlockK > all.end;
@@ -79,7 +76,8 @@ struct QueryRows {
 };
 
 template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kNumConsumers, int kBlockK,
-          int kFixedStages, int kTrainedStages, int kFixedSteps, int kTrainedSteps, bool kIsWindow>
+          int kFixedStages, int kTrainedStages, int kFixedSteps, int kTrainedSteps, bool kIsWindow,
+          bool kHasSoftcap>
 __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     backward_dq_sm90(const __grid_constant__ InputMaps maps,
                      const __grid_constant__ BackwardParams params) {
@@ -124,9 +122,9 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     const bool has_keys = first_of_group < range.num_queries && any.begin < any.end;
     const int group_begin = has_keys ? any.begin / kBlockK : tile_begin;
     const int group_end = has_keys ? ceil_div(any.end, kBlockK) : tile_begin;
-    QueryRows<Element, Traits, Range> rows{params, range, first_of_group + 16 * (warp_id() % 4),
-                                           (group_begin - 1) * kBlockK,
-                                           range.all_of(first_of_group, first_of_group + 63)};
+    QueryRows<Element, Traits, Range, kHasSoftcap> rows{
+        params, range, first_of_group + 16 * (warp_id() % 4), (group_begin - 1) * kBlockK,
+        range.all_of(first_of_group, first_of_group + 63)};
     rows.load(batch_idx, head_idx);
     float dq[2][Traits::kTrainedDim / 4];
     sum_gradients<Element>(dq, smem, rows, group_end - group_begin, group_begin - tile_begin,

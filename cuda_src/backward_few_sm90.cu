@@ -35,17 +35,18 @@
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 #include "schedule.cuh"
+#include "softcap.cuh"
 #include "warpgroup.cuh"
 
 inline constexpr int kFewThreads = 128 * 3;  // a producer and two consumers
 
 template <class Element_, int kSide_, int kHeadDim1_, int kHeadDim2_, int kRows_, int kNumStages_,
-          bool kHasDq_, bool kHasDk_>
+          bool kHasDq_, bool kHasDk_, bool kHasSoftcap_>
 struct FewTraits {
     using Element = Element_;
     static constexpr int kSide = kSide_, kHeadDim1 = kHeadDim1_, kHeadDim2 = kHeadDim2_;
     static constexpr int kRows = kRows_, kNumStages = kNumStages_;
-    static constexpr bool kHasDq = kHasDq_, kHasDk = kHasDk_;
+    static constexpr bool kHasDq = kHasDq_, kHasDk = kHasDk_, kHasSoftcap = kHasSoftcap_;
     static constexpr int kHeadDim = kSide == 1 ? kHeadDim1 : kHeadDim2;
     static constexpr int kPanels = PanelTile<kHeadDim>::kPanels;
     static constexpr int kBlockK = 64, kNumConsumers = 2, kNumWarps = 4 * kNumConsumers;
@@ -212,18 +213,16 @@ struct Consumer {
     // 4. Written over the logits of the other side.
     SKL_DEVICE void find_gradients(float (&ds)[2][kElements], const float (&s1)[2][kElements],
                                    const float (&s2)[2][kElements]) const {
-        SKL_UNROLL
-        for (int e = 0; e < kElements; ++e) {
-            const int row = col_of_element(e);
-            const WeightedStatistics of_row = statistics()[row];
-            SKL_UNROLL
-            for (int line = 0; line < 2; ++line) {
-                const float gradient = weighted_gradient<kSide>(s1[line][e], s2[line][e], of_row,
-                                                                params.scale1, params.scale2);
+        auto& trained = kSide == 1 ? s1 : s2;
+        take_trained<kSide, Traits::kHasSoftcap, false>(
+            ds, trained, params, [&](int line, int e, const CappedLogit& logit) {
+                const int row = col_of_element(e);
+                const WeightedStatistics of_row = statistics()[row];
+                const float gradient = product_gradient<kSide, Traits::kHasSoftcap>(
+                    logit, ds[line][e], of_row, params);
                 // The zeros in place of a row that does not exist make NaN of an infinite key.
                 ds[line][e] = row < rows.num_rows() ? gradient : 0.f;
-            }
-        }
+            });
     }
 
     // Brings the gradients of a tile within float16, all by the same power of two, which it
@@ -499,12 +498,12 @@ SKL_DEVICE void consume(const BackwardParams& params, unsigned char* smem, uint3
 }
 
 template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kRows, int kNumStages,
-          bool kHasDq, bool kHasDk>
+          bool kHasDq, bool kHasDk, bool kHasSoftcap>
 __global__ void __launch_bounds__(kFewThreads, 1)
     backward_few_sm90(const __grid_constant__ InputMaps maps,
                       const __grid_constant__ BackwardParams params) {
-    using Traits =
-        FewTraits<Element, kSide, kHeadDim1, kHeadDim2, kRows, kNumStages, kHasDq, kHasDk>;
+    using Traits = FewTraits<Element, kSide, kHeadDim1, kHeadDim2, kRows, kNumStages, kHasDq,
+                             kHasDk, kHasSoftcap>;
     extern __shared__ __align__(1024) unsigned char smem[];
     const uint32 base = shared_address(smem);
     if (threadIdx.x == 0) {

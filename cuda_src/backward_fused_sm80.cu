@@ -31,7 +31,8 @@
 #include "smem.cuh"
 
 template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kRowTiles, int kNumWarps,
-          int kBlockQ, int kNumStages, bool kHasDk, bool kIsAligned, bool kIsWindow>
+          int kBlockQ, int kNumStages, bool kHasDk, bool kIsAligned, bool kIsWindow,
+          bool kHasSoftcap>
 __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     backward_fused_sm80(const BackwardParams params) {
     using Tile =
@@ -107,7 +108,7 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
         const Interval all = range.all_of(first_query, last_query);
         const bool is_border = first_key < all.begin || first_key + Tile::kRowsPerWarp > all.end ||
                                last_query >= range.num_queries;
-        transposed_gradients<kSide>(ds, s1, s2, rows, 0, params, factor);
+        transposed_gradients<kSide, kHasSoftcap>(ds, s1, s2, rows, 0, params, factor);
         const bool leaks = is_border && mask_transposed(ds, range, first_key, first_query);
         if constexpr (kNeedsRunningFactor<Element, kSide>) {
             // All warps add to one dQ, so they share one factor.

@@ -36,6 +36,7 @@
 #include "ptx/tma.cuh"
 #include "ptx/wgmma.cuh"
 #include "schedule.cuh"
+#include "softcap.cuh"
 #include "warpgroup.cuh"
 
 template <class Element_, int kSide_, int kHeadDim1_, int kHeadDim2_, int kNumConsumers_,
@@ -399,7 +400,7 @@ SKL_DEVICE void sum_dq(const BackwardParams& params, unsigned char* smem, uint32
 }
 
 // Steps 3 to 6 and 8. Of a warpgroup, which owns 64 keys.
-template <class Traits, bool kHasDk>
+template <class Traits, bool kHasDk, bool kHasSoftcap>
 SKL_DEVICE void consume(const BackwardParams& params, const unsigned char* smem, uint32 base) {
     const auto walk = walk_of_block<Traits>(params);
     using Element = typename Traits::Element;
@@ -451,16 +452,12 @@ SKL_DEVICE void consume(const BackwardParams& params, const unsigned char* smem,
         turns.begin();
         const auto* rows = reinterpret_cast<const WeightedStatistics*>(smem + stage_offset(stage) +
                                                                        Traits::kQueryBytes);
-        SKL_UNROLL
-        for (int e = 0; e < kElements; ++e) {
-            WeightedStatistics row = rows[col_of_element(e)];
-            if constexpr (is_same<Element, fp16>) row.weight *= factor;
-            SKL_UNROLL
-            for (int line = 0; line < 2; ++line) {
-                ds[line][e] = weighted_gradient<kSide>(s1[line][e], s2[line][e], row, params.scale1,
-                                                       params.scale2);
-            }
-        }
+        take_trained<kSide, kHasSoftcap, false>(
+            ds, trained, params, [&](int line, int e, const CappedLogit& logit) {
+                WeightedStatistics row = rows[col_of_element(e)];
+                if constexpr (is_same<Element, fp16>) row.weight *= factor;
+                ds[line][e] = product_gradient<kSide, kHasSoftcap>(logit, ds[line][e], row, params);
+            });
         pin_all(ds);  // above the end of the turn
         turns.end(turns_left > 1);
         --turns_left;
@@ -571,7 +568,7 @@ SKL_DEVICE void consume(const BackwardParams& params, const unsigned char* smem,
 }
 
 template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kNumConsumers, int kNumStages,
-          int kNumBuffers, int kRegisterSteps, bool kHasDk, bool kIsWindow>
+          int kNumBuffers, int kRegisterSteps, bool kHasDk, bool kIsWindow, bool kHasSoftcap>
 __global__ void __launch_bounds__(128 * (kNumConsumers + 2), 1)
     backward_fused_sm90(const __grid_constant__ InputMaps maps,
                         const __grid_constant__ BackwardParams params) {
@@ -597,6 +594,6 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 2), 1)
         sum_dq<Traits>(params, smem, base);
     } else {
         take_registers<Traits::kConsumerRegisters>();
-        consume<Traits, kHasDk>(params, smem, base);
+        consume<Traits, kHasDk, kHasSoftcap>(params, smem, base);
     }
 }

@@ -7,6 +7,7 @@
 #include "params.cuh"
 #include "schedule.cuh"
 #include "smem.cuh"
+#include "softcap.cuh"
 
 template <int kSide, int kHeadDim1, int kHeadDim2, int kRowTiles, int kNumWarps_, int kBlockCols,
           int kNumStages>
@@ -112,23 +113,21 @@ struct KeyBlock : QueryWalk<kSide, Tile_::kBlockRows, kBlockQ> {
 };
 
 // dS^T of a tile of keys (rows) and queries (columns), times the upstream gradient of each query.
-template <int kSide, int kBlockQ, int kLines, int kElements>
+template <int kSide, bool kHasSoftcap, int kBlockQ, int kLines, int kElements>
 SKL_DEVICE void transposed_gradients(float (&ds)[kLines][kElements],
                                      const float (&s1)[kLines][kElements],
                                      const float (&s2)[kLines][kElements],
                                      const RowsOfTile<kBlockQ>& rows, int first_col,
                                      const BackwardParams& params, float factor) {
-    SKL_UNROLL
-    for (int e = 0; e < kElements; ++e) {
-        const int col = first_col + col_of_element(e);
-        const RowStatistics statistics = rows.statistics[col];
-        const float dkl = rows.dkl[col] * factor;
-        SKL_UNROLL
-        for (int line = 0; line < kLines; ++line) {
-            ds[line][e] = dkl * logit_gradient<kSide>(s1[line][e], s2[line][e], statistics,
-                                                      params.scale1, params.scale2);
-        }
-    }
+    auto& trained = kSide == 1 ? s1 : s2;
+    take_trained<kSide, kHasSoftcap, false>(
+        ds, trained, params, [&](int line, int e, const CappedLogit& logit) {
+            const int col = first_col + col_of_element(e);
+            const RowStatistics statistics = rows.statistics[col];
+            const float dkl = rows.dkl[col] * factor;
+            ds[line][e] =
+                dkl * product_gradient<kSide, kHasSoftcap>(logit, ds[line][e], statistics, params);
+        });
 }
 
 // Writes NaN into dS^T (in shared memory, [keys][queries]) for every query that sees a key with a

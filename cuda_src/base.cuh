@@ -34,8 +34,8 @@ struct Choose<false, A, B> {
 #define SKL_NO_UNROLL _Pragma("unroll 1")
 #else  // the host build of the tests
 #include <cmath>
-using std::ceil, std::exp, std::exp2, std::fabs, std::fma, std::fmax, std::log1p, std::log2,
-    std::nearbyint;
+using std::ceil, std::copysign, std::exp, std::exp2, std::fabs, std::fma, std::fmax, std::log1p,
+    std::log2, std::nearbyint;
 #define SKL_HOST_DEVICE inline
 #define SKL_UNROLL
 #define SKL_NO_UNROLL

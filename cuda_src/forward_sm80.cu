@@ -25,6 +25,7 @@
 #include "schedule.cuh"
 #include "scores.cuh"
 #include "smem.cuh"
+#include "softcap.cuh"
 #include "write_rows.cuh"
 
 template <class Element_, int kHeadDim1_, int kHeadDim2_, int kRowTiles_, int kNumWarpsQ_,
@@ -67,7 +68,7 @@ struct ForwardTraits {
 
 template <class Element, int kHeadDim1, int kHeadDim2, int kRowTiles, int kNumWarpsQ,
           int kNumWarpsK, int kBlockK, int kChunkK, int kNumStages, bool kQueriesInRegisters,
-          bool kIsAligned, bool kIsPacked, bool kIsWindow, bool kHasEntropy>
+          bool kIsAligned, bool kIsPacked, bool kIsWindow, bool kHasEntropy, bool kHasSoftcap>
 __global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ* kNumWarpsK <= 4 ? 2 : 1)
     forward_sm80(const ForwardParams params) {
     using Traits =
@@ -161,6 +162,10 @@ __global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ* kNum
                 s1, queries1, sK1 + key_of_tile * kHeadDim1 * 2, lane1);
             compute_scores<Element, kHeadDim2, kRowTiles, kChunkK>(
                 s2, queries2, sK2 + key_of_tile * kHeadDim2 * 2, lane2);
+            if constexpr (kHasSoftcap) {
+                cap_scores(s1, params.tanh_scale1);
+                cap_scores(s2, params.tanh_scale2);
+            }
             if (first_key < all.begin || first_key + kChunkK > all.end) {
                 mask_scores(s1, s2, range, rows, first_key, params.masked_logit1,
                             params.masked_logit2);

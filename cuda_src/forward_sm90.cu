@@ -29,6 +29,7 @@
 #include "ptx/wgmma.cuh"
 #include "schedule.cuh"
 #include "scores.cuh"
+#include "softcap.cuh"
 #include "warpgroup.cuh"
 #include "write_rows.cuh"
 
@@ -64,7 +65,7 @@ struct ForwardTraits {
 
 template <class Element, int kHeadDim1, int kHeadDim2, int kNumConsumers, int kBlockK,
           int kNumStages, bool kQueriesInRegisters, bool kIsPacked, bool kIsWindow,
-          bool kHasEntropy>
+          bool kHasEntropy, bool kHasSoftcap>
 __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     forward_sm90(const __grid_constant__ InputMaps maps,
                  const __grid_constant__ ForwardParams params) {
@@ -241,6 +242,10 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
         ring.consumer_release(lane);
         ring.advance();
         if constexpr (Traits::kTakesTurns) turns.end(tile + 1 < tiles.end);
+        if constexpr (kHasSoftcap) {
+            cap_scores(s1, params.tanh_scale1);
+            cap_scores(s2, params.tanh_scale2);
+        }
         if (first_key < all.begin || first_key + kBlockK > all.end) {
             mask_scores(s1, s2, range, rows, first_key, params.masked_logit1, params.masked_logit2);
         }

@@ -28,6 +28,7 @@ struct ForwardParams {
     float masked_logit1, masked_logit2;  // kMaskedLogit before the scale
     int64 num_rows;
     float *entropy, *cross_entropy;  // null unless the kernel has the entropy
+    float tanh_scale1, tanh_scale2;  // of logits with a bound (softcap.cuh), else 0
 };
 
 struct PrepareParams {
@@ -60,6 +61,7 @@ struct BackwardParams {
     int num_blocks;        // blocks of stationary rows per head; few: tiles of keys of all heads
     float scale1, scale2;  // to base 2
     float gradient_scale;  // scale_t of the side that gets gradients
+    float tanh_scale1, tanh_scale2;  // as in ForwardParams
 };
 
 struct FinishParams {

@@ -44,6 +44,7 @@ from streamkl_cupy.problem import (
     check_output,
     check_parts,
     check_rows,
+    check_softcaps,
     check_strategy,
     check_window,
     check_wrt,
@@ -90,6 +91,8 @@ def attention_kl(
     q_offset: int | None = ...,
     scale1: float | None = ...,
     scale2: float | None = ...,
+    softcap1: float | None = ...,
+    softcap2: float | None = ...,
     layout: str = ...,
     lse1: ArrayT | None = ...,
     lse2: ArrayT | None = ...,
@@ -109,6 +112,8 @@ def attention_kl(
     q_offset: int | None = ...,
     scale1: float | None = ...,
     scale2: float | None = ...,
+    softcap1: float | None = ...,
+    softcap2: float | None = ...,
     layout: str = ...,
     lse1: SupportsDLPack | None = ...,
     lse2: SupportsDLPack | None = ...,
@@ -128,6 +133,8 @@ def attention_kl(
     q_offset: int | None = ...,
     scale1: float | None = ...,
     scale2: float | None = ...,
+    softcap1: float | None = ...,
+    softcap2: float | None = ...,
     layout: str = ...,
     return_state: bool = ...,
     return_entropy: Literal[True],
@@ -144,6 +151,8 @@ def attention_kl(
     q_offset: int | None = None,
     scale1: float | None = None,
     scale2: float | None = None,
+    softcap1: float | None = None,
+    softcap2: float | None = None,
     layout: str = "bhnd",
     lse1: Any = None,
     lse2: Any = None,
@@ -180,7 +189,11 @@ def attention_kl(
         come in chunks, or keys of which each device holds a part. Queries may lie before the
         first key or behind the last.
     scale1, scale2
-        Factors of the logits, any finite number; by default ``D_t ** -0.5``.
+        Factors of the logits, any finite number; by default ``D_t ** -0.5``. A softmax at
+        temperature T is one of the scale ``D_t ** -0.5 / T``.
+    softcap1, softcap2
+        Soft bounds of the logits: c > 0 makes ``c * tanh(s / c)`` of each scaled logit s, which
+        then lies between -c and c. 0 or None sets none.
     layout
         ``"bhnd"`` as above, or ``"bnhd"``, which swaps heads and length at rank 4.
     lse1, lse2
@@ -251,10 +264,16 @@ def attention_kl(
     >>> state = attention_kl(q, k1, q, k2, return_entropy=True)
     >>> state.entropy.round(6), state.cross_entropy.round(6)
     (array([0.693147]), array([0.836988]))
+
+    Logits of 0 and 1.1 of P2 are bounded softly by 0.5, as Gemma 2 bounds its own by 50:
+
+    >>> attention_kl(q, k1, q, k2, softcap2=0.5).round(6)
+    array([0.029454])
     """
     # Take in.
     causal, scale1, scale2, layout = check_options(causal, scale1, scale2, layout)
     mask = (causal, *check_window(window, q_offset))
+    softcaps = check_softcaps(softcap1, softcap2)
     check_flag("return_state", return_state)
     check_flag("return_entropy", return_entropy)
     returns_state = return_state or return_entropy
@@ -267,7 +286,7 @@ def attention_kl(
     outputs = {} if out is None else _take_state_outputs(out, returns_state, inputs, names, given)
 
     # Describe.
-    problem = _describe(inputs.keys, mask, scale1, scale2, layout)
+    problem = _describe(inputs.keys, mask, scale1, scale2, softcaps, layout)
     shape, _, _, index, _ = inputs.keys[0]
     row_dtype = "float64" if index == CPU else "float32"
     results = dict.fromkeys(names if returns_state else names[:1], (shape[:-1], row_dtype))
@@ -281,7 +300,7 @@ def attention_kl(
         others = inputs.operands(INPUTS) + (of_given.operands(given) if of_given else [])
         _check_outputs(outputs, labels, results, ITEM_BYTES[row_dtype], others)
     if index == CPU:
-        options = _options(mask, scale1, scale2, layout)
+        options = _options(mask, scale1, scale2, softcaps, layout)
         if of_given:
             options |= {n: x.view for n, x in zip(given, of_given.arrays, strict=True)}
         options |= {"return_entropy": True} if return_entropy else {"return_state": True}
@@ -330,6 +349,8 @@ def attention_kl_backward(
     q_offset: int | None = None,
     scale1: float | None = None,
     scale2: float | None = None,
+    softcap1: float | None = None,
+    softcap2: float | None = None,
     layout: str = "bhnd",
     strategy: str = "auto",
     deterministic: bool = False,
@@ -342,7 +363,7 @@ def attention_kl_backward(
     dkl
         Upstream gradient in the shape of kl, of any strides from 0 up: float32 on a GPU, any
         float dtype on the CPU.
-    q1, k1, q2, k2, causal, window, q_offset, scale1, scale2, layout
+    q1, k1, q2, k2, causal, window, q_offset, scale1, scale2, softcap1, softcap2, layout
         As given to `attention_kl`.
     state
         Its result with ``return_state=True``, or one of `KLState.from_lse`.
@@ -376,10 +397,11 @@ def attention_kl_backward(
         dq_t,i = scale_t * dkl_i * sum_j ds_t,ij k_t,j
         dk_t,j = scale_t * sum_i dkl_i ds_t,ij q_t,i
 
-    where ``i`` runs over the queries of every head that shares the key head. A log-sum-exp that
-    was given to the forward is a constant: given lse1, ``ds1_j = p1_j (log p1_j - log p2_j + 1)``
-    and ``ds2_j = mass1 P2_j - p1_j``; given lse2, ``ds2_j = -p1_j``. Its own gradients are made of
-    the state: ``dKL/dlse1 = -(kl + mass1)`` and ``dKL/dlse2 = mass1``, times dkl.
+    where ``i`` runs over the queries of every head that shares the key head. With a softcap c
+    ``ds_t`` is also multiplied by ``1 - tanh(s_t / c)**2``. A log-sum-exp that was given to the
+    forward is a constant: given lse1, ``ds1_j = p1_j (log p1_j - log p2_j + 1)`` and
+    ``ds2_j = mass1 P2_j - p1_j``; given lse2, ``ds2_j = -p1_j``. Its own gradients are made of the
+    state: ``dKL/dlse1 = -(kl + mass1)`` and ``dKL/dlse2 = mass1``, times dkl.
 
     Examples
     --------
@@ -394,6 +416,7 @@ def attention_kl_backward(
     # Take in.
     causal, scale1, scale2, layout = check_options(causal, scale1, scale2, layout)
     mask = (causal, *check_window(window, q_offset))
+    softcaps = check_softcaps(softcap1, softcap2)
     wrt = check_wrt(wrt)
     check_strategy(strategy, deterministic)
     inputs = interop.take_all(INPUTS, (q1, k1, q2, k2))
@@ -401,7 +424,7 @@ def attention_kl_backward(
     outputs = {} if out is None else _take_gradient_outputs(out, wrt, inputs)
 
     # Describe.
-    problem = _describe(inputs.keys, mask, scale1, scale2, layout)
+    problem = _describe(inputs.keys, mask, scale1, scale2, softcaps, layout)
     shape, _, dtype, index, _ = inputs.keys[0]
     dkl_strides = _describe_rows(problem, shape[:-1], index, names, rows.keys)
     shapes = dict(zip(INPUTS, inputs.keys, strict=True))
@@ -412,7 +435,7 @@ def attention_kl_backward(
         others = inputs.operands(INPUTS) + rows.operands(_row_arguments(names))
         _check_outputs(outputs, labels, results, alignment, others)
     if index == CPU:
-        options = _options(mask, scale1, scale2, layout)
+        options = _options(mask, scale1, scale2, softcaps, layout)
         of_rows = dict(zip(names, rows.arrays, strict=True))
         values = _refer_backward(inputs.arrays, of_rows, state.given, wrt, options, outputs)
         return values if out is None else tuple(out)
@@ -568,6 +591,7 @@ def warmup(
     unaligned: bool = False,
     windowed: bool = False,
     entropy: bool = False,
+    softcap: bool = False,
     device: int | None = None,
     arch: str | None = None,
     progress: Callable[[int, int, str], None] | None = None,
@@ -593,6 +617,8 @@ def warmup(
         Prepare also for calls with a window that has a left side.
     entropy
         Prepare also for ``return_entropy=True``.
+    softcap
+        Prepare also for calls with a softcap of one side or both.
     device
         Index of the card; by default the current one.
     arch
@@ -623,6 +649,7 @@ def warmup(
     check_flag("unaligned", unaligned)
     check_flag("windowed", windowed)
     check_flag("entropy", entropy)
+    check_flag("softcap", softcap)
     check_head_dim("head_dim1", head_dim1)
     check_head_dim("head_dim2", head_dim2)
     if dtype not in GPU_DTYPES:
@@ -647,7 +674,7 @@ def warmup(
 
     force = env.force()
     plans: list[plan.ForwardPlan | plan.BackwardPlan] = []
-    for problem in _warmup_problems(head_dim1, head_dim2, dtype, unaligned, windowed):
+    for problem in _warmup_problems(head_dim1, head_dim2, dtype, unaligned, windowed, softcap):
         for has_entropy in (False, True)[: 1 + entropy]:
             plans.append(plan.forward(problem, facts, force=force, has_entropy=has_entropy))
         for strategy in STRATEGIES if backward else ():
@@ -669,11 +696,14 @@ def warmup(
         name = (item.kernel, item.template)
         kernels[name] = max(kernels.get(name, 0), item.shared_memory)
 
-    for aligned, is_window, has_entropy in itertools.product(
-        (True, False)[: 1 + unaligned], (False, True)[: 1 + windowed], (False, True)[: 1 + entropy]
+    for aligned, is_window, has_entropy, has_softcap in itertools.product(
+        (True, False)[: 1 + unaligned],
+        (False, True)[: 1 + windowed],
+        (False, True)[: 1 + entropy],
+        (False, True)[: 1 + softcap],
     ):
         for kernel, template, shared_memory in plan.forward_kernels(
-            dtype, *dims, aligned, is_window, facts, has_entropy
+            dtype, *dims, aligned, is_window, facts, has_entropy, has_softcap
         ):
             kernels.setdefault((kernel, template), shared_memory)
 
@@ -873,13 +903,20 @@ def _describe(
     mask: Mask,
     scale1: float | None,
     scale2: float | None,
+    softcaps: tuple[float, float],
     layout: str,
 ) -> Problem:
     operands = map(interop.operand_of, INPUTS, keys)
-    return describe(*operands, **_options(mask, scale1, scale2, layout))
+    return describe(*operands, **_options(mask, scale1, scale2, softcaps, layout))
 
 
-def _options(mask: Mask, scale1: float | None, scale2: float | None, layout: str) -> dict[str, Any]:
+def _options(
+    mask: Mask,
+    scale1: float | None,
+    scale2: float | None,
+    softcaps: tuple[float, float],
+    layout: str,
+) -> dict[str, Any]:
     """As keywords, which the reference takes, too."""
     causal, window, q_offset = mask
     return {
@@ -888,6 +925,8 @@ def _options(mask: Mask, scale1: float | None, scale2: float | None, layout: str
         "q_offset": q_offset,
         "scale1": scale1,
         "scale2": scale2,
+        "softcap1": softcaps[0],
+        "softcap2": softcaps[1],
         "layout": layout,
     }
 
@@ -1153,7 +1192,7 @@ def _rest(exact: Any, stored: Any) -> Any:
 
 
 def _warmup_problems(
-    head_dim1: int, head_dim2: int, dtype: str, unaligned: bool, windowed: bool
+    head_dim1: int, head_dim2: int, dtype: str, unaligned: bool, windowed: bool, softcap: bool
 ) -> list[Problem]:
     """One problem for each kind of plan that these head dimensions can have."""
     card = Device("cuda", 0)
@@ -1162,8 +1201,11 @@ def _warmup_problems(
     masks: list[dict[str, Any]] = [{}, {"causal": True}]
     if windowed:
         masks.append({"window": (_WARMUP_KEYS // 2, 0)})
+    softcaps = (None, 1.0)[: 1 + softcap]
     lengths = sorted({*plan.ROW_CLASSES, *plan.FEW_ROWS})
-    for num_queries, mask, groups in itertools.product(lengths, masks, _WARMUP_GROUPS):
+    for num_queries, mask, softcap1, groups in itertools.product(
+        lengths, masks, softcaps, _WARMUP_GROUPS
+    ):
         for address in addresses if unaligned else addresses[:1]:
             operands = [
                 Operand(
@@ -1181,5 +1223,5 @@ def _warmup_problems(
                     ("k2", _WARMUP_KEYS, head_dim2, groups[1]),
                 )
             ]
-            problems.append(describe(*operands, **mask))
+            problems.append(describe(*operands, **mask, softcap1=softcap1))
     return problems

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from scipy import special
 
 from streamkl_cupy import api, problem, reference
-from streamkl_cupy.problem import Window, check_window, lags_of
+from streamkl_cupy.problem import Window, check_softcaps, check_window, lags_of
 
 Array = NDArray[Any]
 
@@ -144,6 +144,8 @@ def baseline_forward(
     q_offset: int | None = None,
     scale1: float | None = None,
     scale2: float | None = None,
+    softcap1: float | None = None,
+    softcap2: float | None = None,
     layout: str = "bhnd",
 ) -> tuple[Array, Array, Array]:
     """KL and log-sum-exp by the textbook formula in float32.
@@ -155,7 +157,7 @@ def baseline_forward(
     ----------
     q1, k1, q2, k2
         NumPy arrays as in `streamkl_cupy.attention_kl`, of any float dtype.
-    causal, window, q_offset, scale1, scale2, layout
+    causal, window, q_offset, scale1, scale2, softcap1, softcap2, layout
         As in `streamkl_cupy.attention_kl`.
 
     Returns
@@ -171,7 +173,8 @@ def baseline_forward(
     [0.0, 0.0]
     """
     mask = causal, window, q_offset
-    textbook = _Textbook.of(q1, k1, q2, k2, mask, scale1, scale2, layout)
+    softcaps = check_softcaps(softcap1, softcap2)
+    textbook = _Textbook.of(q1, k1, q2, k2, mask, scale1, scale2, softcaps, layout)
     outputs = [np.empty(textbook.q1.shape[:3], np.float32) for _ in range(3)]
     with np.errstate(all="ignore"):
         for block in textbook.blocks():
@@ -194,11 +197,14 @@ def baseline_backward(
     q_offset: int | None = None,
     scale1: float | None = None,
     scale2: float | None = None,
+    softcap1: float | None = None,
+    softcap2: float | None = None,
     layout: str = "bhnd",
 ) -> tuple[Array, ...]:
     """Gradients by the textbook formula in float32.
 
-    ``ds2 = g (p2 - p1)`` and ``ds1 = g p1 (logp1 - logp2 - kl)``, rounded to the mantissa of the
+    ``ds2 = g (p2 - p1)`` and ``ds1 = g p1 (logp1 - logp2 - kl)``, with a softcap times
+    ``1 - tanh(s / c)**2``, rounded to the mantissa of the
     input dtype, then ``dq = scale * ds @ k`` and ``dk = scale * ds.T @ q``.
 
     Parameters
@@ -209,7 +215,7 @@ def baseline_backward(
         NumPy arrays as in `streamkl_cupy.attention_kl`, of any float dtype.
     wrt
         Names of the inputs whose gradients are wanted.
-    causal, window, q_offset, scale1, scale2, layout
+    causal, window, q_offset, scale1, scale2, softcap1, softcap2, layout
         As in `streamkl_cupy.attention_kl`.
 
     Returns
@@ -226,7 +232,8 @@ def baseline_backward(
     (0.0, 0.0)
     """
     mask = causal, window, q_offset
-    textbook = _Textbook.of(q1, k1, q2, k2, mask, scale1, scale2, layout)
+    softcaps = check_softcaps(softcap1, softcap2)
+    textbook = _Textbook.of(q1, k1, q2, k2, mask, scale1, scale2, softcaps, layout)
     upstream = _canonical(np.asarray(dkl, np.float32)[..., None], layout)[..., 0]
     inputs = {name: getattr(textbook, name) for name in INPUTS}
     sums = {name: np.zeros(inputs[name].shape, np.float32) for name in wrt}
@@ -306,6 +313,8 @@ def measure(
     q_offset: int | None = None,
     scale1: float | None = None,
     scale2: float | None = None,
+    softcap1: float | None = None,
+    softcap2: float | None = None,
     layout: str = "bhnd",
     wrt: Sequence[str] = INPUTS,
     cupy: Any = None,
@@ -318,7 +327,7 @@ def measure(
         NumPy arrays as in `streamkl_cupy.attention_kl`.
     dkl
         Upstream gradient, of the shape of `q1` without its last axis.
-    causal, window, q_offset, scale1, scale2, layout, wrt
+    causal, window, q_offset, scale1, scale2, softcap1, softcap2, layout, wrt
         As in `streamkl_cupy.attention_kl_backward`.
     cupy
         The module CuPy, to compute on its current device; None to compute on the CPU, where the
@@ -342,6 +351,8 @@ def measure(
         "q_offset": q_offset,
         "scale1": scale1,
         "scale2": scale2,
+        "softcap1": softcap1,
+        "softcap2": softcap2,
         "layout": layout,
     }
     inputs = (q1, k1, q2, k2)
@@ -447,17 +458,19 @@ class _Block:
     allowed: Array
     log_p1: Array
     log_p2: Array
+    slope1: Array
+    slope2: Array
     lse1: Array
     lse2: Array
     kl: Array
 
     def ds1(self) -> Array:
         gradient: Array = np.exp(self.log_p1) * (self.log_p1 - self.log_p2 - self.kl[:, None])
-        return gradient
+        return gradient * self.slope1
 
     def ds2(self) -> Array:
         gradient: Array = np.exp(self.log_p2) - np.exp(self.log_p1)
-        return gradient
+        return gradient * self.slope2
 
 
 @dataclass(frozen=True, slots=True)
@@ -471,6 +484,8 @@ class _Textbook:
     lags: tuple[int, int]
     scale1: np.float32
     scale2: np.float32
+    softcap1: np.float32
+    softcap2: np.float32
 
     @classmethod
     def of(
@@ -482,6 +497,7 @@ class _Textbook:
         mask: tuple[bool, Window | None, int | None],
         scale1: float | None,
         scale2: float | None,
+        softcaps: tuple[float, float],
         layout: str,
     ) -> _Textbook:
         a, b, c, d = (_canonical(np.asarray(x, np.float32), layout) for x in (q1, k1, q2, k2))
@@ -489,7 +505,8 @@ class _Textbook:
         scale2 = c.shape[-1] ** -0.5 if scale2 is None else scale2
         causal, *where = mask
         lags = lags_of(a.shape[2], b.shape[2], causal, *check_window(*where))
-        return cls(a, b, c, d, lags, np.float32(scale1), np.float32(scale2))
+        factors = (np.float32(x) for x in (scale1, scale2, *softcaps))
+        return cls(a, b, c, d, lags, *factors)
 
     def blocks(self) -> Iterator[_Block]:
         num_batches, num_heads, num_queries, _ = self.q1.shape
@@ -509,15 +526,34 @@ class _Textbook:
         places = np.arange(keys.start, keys.stop)
         allowed = (places >= begins[:, None]) & (places < ends[:, None])
         sides = []
-        for q, k, scale in ((self.q1, self.k1, self.scale1), (self.q2, self.k2, self.scale2)):
+        for q, k, scale, softcap in (
+            (self.q1, self.k1, self.scale1, self.softcap1),
+            (self.q2, self.k2, self.scale2, self.softcap2),
+        ):
             key_head = head // (num_heads // k.shape[1])
             logits = q[batch, head, start:stop] @ k[batch, key_head, keys].T * scale
-            sides.append(_log_softmax(logits, allowed))
-        (log_p1, lse1), (log_p2, lse2) = sides
+            slope = np.ones_like(logits)
+            if softcap:
+                # An infinite logit counts as NaN.
+                bounded = np.tanh(logits / softcap) + np.float32(0) * logits
+                logits, slope = softcap * bounded, 1 - bounded * bounded
+            sides.append((*_log_softmax(logits, allowed), slope))
+        (log_p1, lse1, slope1), (log_p2, lse2, slope2) = sides
         terms = np.exp(log_p1) * (log_p1 - log_p2)
         kl = np.where(allowed, terms, np.float32(0)).sum(axis=1)
         return _Block(
-            batch, head, slice(start, stop), keys, allowed, log_p1, log_p2, lse1, lse2, kl
+            batch,
+            head,
+            slice(start, stop),
+            keys,
+            allowed,
+            log_p1,
+            log_p2,
+            slope1,
+            slope2,
+            lse1,
+            lse2,
+            kl,
         )
 
 

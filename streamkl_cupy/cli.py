@@ -241,6 +241,8 @@ def _audit(options: argparse.Namespace) -> tuple[Payload, int]:
         q_offset=options.q_offset,
         scale1=options.scale1,
         scale2=options.scale2,
+        softcap1=options.softcap1,
+        softcap2=options.softcap2,
         layout=options.layout,
         cupy=cupy,
     )
@@ -254,6 +256,8 @@ def _audit(options: argparse.Namespace) -> tuple[Payload, int]:
         "q_offset": options.q_offset,
         "scale1": options.scale1,
         "scale2": options.scale2,
+        "softcap1": options.softcap1,
+        "softcap2": options.softcap2,
         "layout": options.layout,
         "outputs": _lines(report),
         "passes": report.passes,
@@ -271,7 +275,7 @@ def _show_audit(payload: Payload, console: Console) -> None:
     console.print(
         f"{payload['source']}: {shapes}, {payload['dtype']}, "
         f"{'causal' if payload['causal'] else 'not causal'}"
-        f"{_marks(payload, 'window', 'q_offset')}\n"
+        f"{_marks(payload, 'window', 'q_offset', 'softcap1', 'softcap2')}\n"
         f"Computed by {payload['computed_by']}.\n",
         highlight=False,
         markup=False,
@@ -474,6 +478,7 @@ def _warmup(options: argparse.Namespace) -> tuple[Payload, int]:
                     unaligned=options.unaligned,
                     windowed=options.windowed,
                     entropy=options.entropy,
+                    softcap=options.softcap,
                     arch=options.arch,
                     progress=report,
                 )
@@ -808,6 +813,8 @@ def _parser() -> argparse.ArgumentParser:
     audited.add_argument("--layout", choices=problem.LAYOUTS, default="bhnd")
     audited.add_argument("--scale1", type=float, metavar="X", help="default: head_dim1 ** -0.5")
     audited.add_argument("--scale2", type=float, metavar="X", help="default: head_dim2 ** -0.5")
+    audited.add_argument("--softcap1", type=float, metavar="X", help="bound of the logits of P1")
+    audited.add_argument("--softcap2", type=float, metavar="X", help="bound of the logits of P2")
     audited.add_argument(
         "--logit-scale", type=float, default=1.0, metavar="X", help="multiplies q1 and q2"
     )
@@ -837,6 +844,7 @@ def _parser() -> argparse.ArgumentParser:
     warm.add_argument("--unaligned", action="store_true", help="also for views off 16 bytes")
     warm.add_argument("--windowed", action="store_true", help="also for sliding windows")
     warm.add_argument("--entropy", action="store_true", help="also for entropies")
+    warm.add_argument("--softcap", action="store_true", help="also for softcaps")
     warm.add_argument(
         "--arch", metavar="SM", help="build for this one, such as sm_90a, and load nothing"
     )

@@ -37,6 +37,7 @@ from streamkl_cupy.problem import (
     check_flag,
     check_options,
     check_reduction,
+    check_softcaps,
     check_window,
     describe,
     message,
@@ -77,6 +78,8 @@ class _Options:
     q_offset: int | None
     scale1: float | None
     scale2: float | None
+    softcap1: float
+    softcap2: float
     layout: str
     deterministic: bool
     given: tuple[str, ...]
@@ -99,6 +102,8 @@ def attention_kl(
     q_offset: int | None = None,
     scale1: float | None = None,
     scale2: float | None = None,
+    softcap1: float | None = None,
+    softcap2: float | None = None,
     layout: str = "bhnd",
     reduction: str = "none",
     row_weights: Any = None,
@@ -112,7 +117,7 @@ def attention_kl(
 
     Parameters
     ----------
-    q1, k1, q2, k2, causal, window, q_offset, scale1, scale2, layout
+    q1, k1, q2, k2, causal, window, q_offset, scale1, scale2, softcap1, softcap2, layout
         As `streamkl_cupy.attention_kl` takes them; JAX arrays, tracers or NumPy arrays. On a GPU
         bfloat16 or float16. Options and scales are fixed when a call is traced. Note that
         ``causal=True`` is aligned to the bottom right, and that the default layout is not that of
@@ -168,7 +173,8 @@ def attention_kl(
     >>> jax.grad(loss)(k2).round(4).tolist()        # P2 - P1
     [[-0.25], [0.25]]
     """
-    fixed = {"causal": causal, "window": window, "q_offset": q_offset}
+    fixed: dict[str, Any] = {"causal": causal, "window": window, "q_offset": q_offset}
+    fixed |= {"softcap1": softcap1, "softcap2": softcap2}
     for name, value in (fixed | {"scale1": scale1, "scale2": scale2}).items():
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
             remedy = "name it in static_argnames of jax.jit"
@@ -176,6 +182,7 @@ def attention_kl(
             raise TypeError(message(name, "a value that is known when traced", "a tracer", remedy))
     causal, scale1, scale2, layout = check_options(causal, scale1, scale2, layout)
     window, q_offset = check_window(window, q_offset)
+    softcap1, softcap2 = check_softcaps(softcap1, softcap2)
     check_flag("deterministic", deterministic)
     check_flag("return_lse", return_lse)
     check_flag("return_entropy", return_entropy)
@@ -211,6 +218,8 @@ def attention_kl(
         q_offset,
         scale1,
         scale2,
+        softcap1,
+        softcap2,
         layout,
         deterministic,
         tuple(lse),
@@ -449,6 +458,8 @@ def _describe(inputs: Sequence[Any], options: _Options, device: Device) -> Probl
         q_offset=options.q_offset,
         scale1=options.scale1,
         scale2=options.scale2,
+        softcap1=options.softcap1,
+        softcap2=options.softcap2,
         layout=options.layout,
     )
 
@@ -607,6 +618,8 @@ def _reference_options(options: _Options) -> dict[str, Any]:
         "q_offset": options.q_offset,
         "scale1": options.scale1,
         "scale2": options.scale2,
+        "softcap1": options.softcap1,
+        "softcap2": options.softcap2,
         "layout": options.layout,
     }
 

@@ -11,6 +11,7 @@ compares the layouts.
 from __future__ import annotations
 
 import functools
+import math
 import struct
 from dataclasses import replace
 from typing import TypeAlias
@@ -35,6 +36,10 @@ LOG2_E = 1.4426950408889634
 # scale of zero.
 SMALLEST_SCALE = 1e-20
 MASKED_LOGIT = -1e18  # kMaskedLogit of kl_state.cuh
+# Bounds above it bound nothing that the kernels take for a logit. Arguments of a tanh stay within
+# float32: where a factor is larger, every product but 0 lies at the bound.
+LARGEST_SOFTCAP = 1e17
+LARGEST_TANH_SCALE = 1e37
 
 # Fields in the order of params.cuh; every field lies at its natural alignment, so there is no
 # padding between them.
@@ -56,6 +61,7 @@ FORWARD_PARAMS = struct.Struct(
     + "ff"
     + "q"
     + "QQ"
+    + "ff"
 )
 PREPARE_PARAMS = struct.Struct(
     "=" + _ROWS + "QQQQQ" + "Q" + _ROWS + "Q" + "Q" + "ii" + "q" + "Q" + "Q" + "ii"
@@ -76,6 +82,7 @@ BACKWARD_PARAMS = struct.Struct(
     + "i"
     + "ff"
     + "f"
+    + "ff"
 )
 REPLACE_PARAMS = struct.Struct(
     "=" + "QQQQQ" + "QQQQQQ" + _ROWS + "QQ" + _ROWS * 2 + "ff" + "ii" + "q"
@@ -152,7 +159,7 @@ def forward(
             Address("workspace", plan.own_offset + part * part_bytes)
             for part in range(len(own) - 1)
         ]
-    scale1, scale2 = _log2_scale(problem.scale1), _log2_scale(problem.scale2)
+    scale1, scale2 = map(_log2_scale, _factors(problem))
     params = Params(
         FORWARD_PARAMS,
         (
@@ -176,6 +183,7 @@ def forward(
             MASKED_LOGIT / scale2,
             problem.num_rows,
             *(Address(name) if plan.has_entropy else 0 for name in ENTROPIES),
+            *_tanh_scales(problem),
         ),
     )
     steps = []
@@ -317,8 +325,7 @@ def _replace_params(problem: Problem, own: list[Address], given: GivenStrides) -
             *_strides(problem.row),
             *(0 if of is None else Address(n) for n, of in zip(names, given, strict=True)),
             *(step for of in given for step in _strides(of or Strides(0, 0, 0))),
-            _log2_scale_error(problem.scale1),
-            _log2_scale_error(problem.scale2),
+            *map(_log2_scale_error, _factors(problem)),
             problem.num_heads,
             problem.num_queries,
             problem.num_rows,
@@ -356,9 +363,9 @@ def _backward_params(
             problem.head_dim1,
             problem.head_dim2,
             num_blocks,
-            _log2_scale(problem.scale1),
-            _log2_scale(problem.scale2),
+            *map(_log2_scale, _factors(problem)),
             problem.scale1 if side.side == 1 else problem.scale2,
+            *_tanh_scales(problem),
         ),
     )
 
@@ -394,6 +401,27 @@ def _strides(strides: Strides) -> tuple[int, int, int]:
 
 def _key_bounds(problem: Problem) -> tuple[int, ...]:
     return problem.num_queries, problem.num_keys, int(problem.mask == "causal"), *problem.lags
+
+
+def _factors(problem: Problem) -> tuple[float, float]:
+    """What makes logits of what the products of queries and keys become: the scale, or the bound of
+    a tanh."""
+    bounds = (min(bound, LARGEST_SOFTCAP) for bound in (problem.softcap1, problem.softcap2))
+    scale1, scale2 = (
+        bound or scale
+        for bound, scale in zip(bounds, (problem.scale1, problem.scale2), strict=True)
+    )
+    return scale1, scale2
+
+
+def _tanh_scales(problem: Problem) -> tuple[float, ...]:
+    """What makes arguments of a tanh of products; 0 for a side without a bound and no other."""
+    found = []
+    for scale, bound in ((problem.scale1, problem.softcap1), (problem.scale2, problem.softcap2)):
+        size = abs(scale) / min(bound, LARGEST_SOFTCAP) if bound else 0.0
+        size = min(max(size, 1 / LARGEST_TANH_SCALE), LARGEST_TANH_SCALE) if bound else 0.0
+        found.append(math.copysign(size, scale))
+    return tuple(found)
 
 
 def _log2_scale(scale: float) -> float:

@@ -611,19 +611,34 @@ def _forward(
         tile, num_splits = warpgroup_tile(problem, device, choice, has_entropy)
         heads = heads_per_tile(problem, tile.stationary_rows)
         template = warpgroup_template(
-            problem.dtype, dim1, dim2, tile, heads > 1, problem.is_window, has_entropy
+            problem.dtype,
+            dim1,
+            dim2,
+            tile,
+            heads > 1,
+            problem.is_window,
+            has_entropy,
+            problem.has_softcap,
         )
     else:
         heads = heads_per_tile(problem, FEW_QUERIES // max(1, problem.num_queries))
         rows = problem.num_queries * heads
         narrow = choice.forward_tile or forward_tile(
-            dim1, dim2, rows, problem.is_window, device, has_entropy
+            dim1, dim2, rows, problem.is_window, device, has_entropy, problem.has_softcap
         )
         assert isinstance(narrow, ForwardTile)
         heads = heads_per_tile(problem, min(heads, narrow.stationary_rows))
         aligned = problem.aligned
         template = forward_template(
-            problem.dtype, dim1, dim2, narrow, aligned, heads > 1, problem.is_window, has_entropy
+            problem.dtype,
+            dim1,
+            dim2,
+            narrow,
+            aligned,
+            heads > 1,
+            problem.is_window,
+            has_entropy,
+            problem.has_softcap,
         )
         smem = narrow.shared_memory(dim1, dim2)
         fitting = (device.shared_memory_per_block + RESERVED_BYTES) // (smem + RESERVED_BYTES)
@@ -653,7 +668,7 @@ def _forward(
         f"_q{tile.stationary_rows}_k{tile.block_k}_s{tile.num_stages}"
         f"{'' if problem.aligned else '_guarded'}{f'_pack{heads}' if heads > 1 else ''}"
         f"{f'_split{num_splits}' if num_splits > 1 else ''}{_mask_suffix(problem)}"
-        f"{'_entropy' if has_entropy else ''}"
+        f"{'_entropy' if has_entropy else ''}{_softcap_suffix(problem)}"
     )
     num_tiles = _ceil_div(problem.num_queries, tile.stationary_rows // heads)
     return ForwardPlan(
@@ -736,6 +751,10 @@ def _mask_suffix(problem: Problem) -> str:
     return "" if problem.mask == "full" else f"_{problem.mask}"
 
 
+def _softcap_suffix(problem: Problem) -> str:
+    return "_softcap" if problem.has_softcap else ""
+
+
 def reduce_splits(problem: Problem, num_splits: int, has_entropy: bool = False) -> KernelPlan:
     """A row of few splits takes few lanes."""
     lanes = min(32, 1 << (num_splits - 1).bit_length())
@@ -769,7 +788,7 @@ def warpgroup_tile(
     least time by `warpgroup_time`; the first of equals."""
     dims = bucket(problem.head_dim1), bucket(problem.head_dim2)
     is_packed = heads_per_tile(problem, WARPGROUP_ROWS) > 1
-    listed = warpgroup_tiles(*dims, is_packed, has_entropy)
+    listed = warpgroup_tiles(*dims, is_packed, has_entropy, problem.has_softcap)
     tiles = [tile for tile in listed if _fits(tile, dims, device)]
     if choice.forward_tile is not None:
         tiles = [cast(WarpgroupTile, choice.forward_tile)]
@@ -838,7 +857,11 @@ def warpgroup_time(
 
 
 def warpgroup_tiles(
-    dim1: int, dim2: int, is_packed: bool, has_entropy: bool = False
+    dim1: int,
+    dim2: int,
+    is_packed: bool,
+    has_entropy: bool = False,
+    has_softcap: bool = False,
 ) -> Iterator[WarpgroupTile]:
     """Tiles for a pair of buckets, those that keep a multiprocessor busiest first.
 
@@ -847,7 +870,8 @@ def warpgroup_tiles(
     whose queries live in registers.
     """
     if dim1 + dim2 <= 256:
-        for consumers in (3, 2):
+        # Beside the places of packed rows three consumers spill the tanh of softcaps.
+        for consumers in (2,) if is_packed and has_softcap else (3, 2):
             stages = 5 if dim1 + dim2 <= 128 else 3 if dim1 + dim2 <= 192 else 2
             yield WarpgroupTile(consumers, 128, stages, False)
     elif dim1 + dim2 <= 320 and not has_entropy:  # whose sum spills beside such a tile
@@ -868,6 +892,7 @@ def warpgroup_template(
     is_packed: bool,
     is_window: bool,
     has_entropy: bool = False,
+    has_softcap: bool = False,
 ) -> Template:
     """Template arguments of ``forward_sm90``."""
     return (
@@ -881,6 +906,7 @@ def warpgroup_template(
         ("kIsPacked", is_packed),
         ("kIsWindow", is_window),
         ("kHasEntropy", has_entropy),
+        ("kHasSoftcap", has_softcap),
     )
 
 
@@ -895,9 +921,10 @@ def forward_tile(
     is_window: bool,
     device: DeviceFacts,
     has_entropy: bool = False,
+    has_softcap: bool = False,
 ) -> ForwardTile:
     """Choose the tile of a pair of buckets; see `forward_tiles`."""
-    tiles = forward_tiles(dim1, dim2, num_rows, is_window, has_entropy)
+    tiles = forward_tiles(dim1, dim2, num_rows, is_window, has_entropy, has_softcap)
     sizes = [tile.shared_memory(dim1, dim2) for tile in tiles]
     if num_rows <= FEW_QUERIES:
         # Bound by memory: what counts is bytes under way, and the list is in that order.
@@ -908,7 +935,12 @@ def forward_tile(
 
 
 def forward_tiles(
-    dim1: int, dim2: int, num_rows: int, is_window: bool, has_entropy: bool = False
+    dim1: int,
+    dim2: int,
+    num_rows: int,
+    is_window: bool,
+    has_entropy: bool = False,
+    has_softcap: bool = False,
 ) -> tuple[ForwardTile, ...]:
     """Tiles for a pair of buckets and so many rows, the fastest first.
 
@@ -943,6 +975,7 @@ def forward_template(
     is_packed: bool,
     is_window: bool,
     has_entropy: bool = False,
+    has_softcap: bool = False,
 ) -> Template:
     """Template arguments of ``forward_sm80``."""
     return (
@@ -960,6 +993,7 @@ def forward_template(
         ("kIsPacked", is_packed),
         ("kIsWindow", is_window),
         ("kHasEntropy", has_entropy),
+        ("kHasSoftcap", has_softcap),
     )
 
 
@@ -1081,7 +1115,7 @@ def _backward(
         for side in sides
     ]
     guarded = "" if problem.aligned else "_guarded"
-    mask = _mask_suffix(problem)
+    mask = _mask_suffix(problem) + _softcap_suffix(problem)
     name = f"backward_{'_'.join(parts)}_{ELEMENTS[problem.dtype]}_{dims}{guarded}{mask}"
     return BackwardPlan(name, device.arch, sides, max_dkl_offset, scratch_offset, workspace)
 
@@ -1117,7 +1151,7 @@ def _side(
         boxes = None
         if name in PAIR_KERNELS:
             if not isinstance(tile, PairWarpgroupTile):
-                tile = pair_warpgroup_tile(name, dim1, dim2, side, device)
+                tile = pair_warpgroup_tile(name, dim1, dim2, side, device, problem.has_softcap)
             assert tile is not None
             template = pair_warpgroup_template(name, problem.dtype, side, dim1, dim2, tile)
             boxes = tile.boxes(name)
@@ -1127,13 +1161,15 @@ def _side(
                 tile = few_tile(problem, side, device)
             assert tile is not None
             num_tiles = _ceil_div(num_rows, FEW_BLOCK_K) * num_heads
-            few = few_template(problem.dtype, side, dim1, dim2, tile, has_dq, has_dk)
+            few = few_template(
+                problem.dtype, side, dim1, dim2, tile, has_dq, has_dk, problem.has_softcap
+            )
             smem, boxes = tile.shared_memory(dim1, dim2), tile.boxes(heads_per_key(problem, side))
             grid = min(device.num_sms, num_tiles)
             return KernelPlan(name, few, grid, tile.threads, smem, boxes), num_tiles
         elif name == "backward_fused_sm90":
             if not isinstance(tile, BackwardWarpgroupTile):
-                tile = backward_warpgroup_tile(dim1, dim2, side, device)
+                tile = backward_warpgroup_tile(dim1, dim2, side, device, problem.has_softcap)
             assert tile is not None
             template = backward_warpgroup_template(problem.dtype, side, dim1, dim2, tile, has_dk)
             boxes, smem = tile.boxes, tile.shared_memory(dim1, dim2, side)
@@ -1145,7 +1181,11 @@ def _side(
                 name, problem.dtype, side, dim1, dim2, tile, problem.aligned, has_dk
             )
             smem = tile.shared_memory(name, dim1, dim2)
-        template = (*template, ("kIsWindow", problem.is_window))
+        template = (
+            *template,
+            ("kIsWindow", problem.is_window),
+            ("kHasSoftcap", problem.has_softcap),
+        )
         num_blocks = _ceil_div(num_rows, tile.stationary_rows)
         if num_blocks * num_heads == 0:
             return None, 0
@@ -1335,6 +1375,7 @@ def few_template(
     tile: FewTile,
     has_dq: bool = True,
     has_dk: bool = True,
+    has_softcap: bool = False,
 ) -> Template:
     """Template arguments of ``backward_few_sm90``."""
     return (
@@ -1346,6 +1387,7 @@ def few_template(
         ("kNumStages", tile.num_stages),
         ("kHasDq", has_dq),
         ("kHasDk", has_dk),
+        ("kHasSoftcap", has_softcap),
     )
 
 
@@ -1427,16 +1469,23 @@ def has_hopper_tile(kernel: str, dim1: int, dim2: int, side: int, device: Device
 
 
 def backward_warpgroup_tile(
-    dim1: int, dim2: int, side: int, device: DeviceFacts
+    dim1: int, dim2: int, side: int, device: DeviceFacts, has_softcap: bool = False
 ) -> BackwardWarpgroupTile | None:
     """Choose the tile of ``backward_fused_sm90``; None if there is none for these dimensions."""
-    for tile in backward_warpgroup_tiles(dim1, dim2, side):
+    for tile in backward_warpgroup_tiles(dim1, dim2, side, has_softcap):
         if tile.shared_memory(dim1, dim2, side) <= device.shared_memory_per_block:
             return tile
     return None
 
 
-def backward_warpgroup_tiles(dim1: int, dim2: int, side: int) -> Iterator[BackwardWarpgroupTile]:
+# Registers of a consumer that softcaps need beside what fits without them: all of these for the
+# separate kernels, half of them for the fused one, whose operands take 4 a step.
+REGISTERS_OF_SOFTCAP = 16
+
+
+def backward_warpgroup_tiles(
+    dim1: int, dim2: int, side: int, has_softcap: bool = False
+) -> Iterator[BackwardWarpgroupTile]:
     """Tiles for a pair of buckets, the fastest first.
 
     What the sums of dK leave of the registers goes to the stationary operands; sums of more than
@@ -1449,6 +1498,8 @@ def backward_warpgroup_tiles(dim1: int, dim2: int, side: int) -> Iterator[Backwa
         return
     spare = (128 if dim1 + dim2 > 256 else 192) - trained
     steps = min(spare // 8, 12, (dim1 + dim2) // 16)
+    if has_softcap:
+        steps = max(0, steps - REGISTERS_OF_SOFTCAP // 8)
     shallow = ((2, 1), (2, 2)) if dim1 == dim2 else ((2, 2), (2, 1))
     deep = ((5, 2), (4, 2), (3, 2))
     for num_stages, num_buffers in (*shallow, *deep) if side == 2 else (*deep, (2, 2), (2, 1)):
@@ -1488,17 +1539,19 @@ MOST_STEPS = 12
 
 
 def pair_warpgroup_tile(
-    kernel: str, dim1: int, dim2: int, side: int, device: DeviceFacts
+    kernel: str, dim1: int, dim2: int, side: int, device: DeviceFacts, has_softcap: bool = False
 ) -> PairWarpgroupTile | None:
     """Choose the tile of a separate Hopper kernel; None if none fits the card."""
     fixed, trained = _fixed_and_trained(dim1, dim2, side)
-    for tile in pair_warpgroup_tiles(kernel, fixed, trained):
+    for tile in pair_warpgroup_tiles(kernel, fixed, trained, has_softcap):
         if tile.shared_memory(kernel, fixed, trained) <= device.shared_memory_per_block:
             return tile
     return None
 
 
-def pair_warpgroup_tiles(kernel: str, fixed: int, trained: int) -> Iterator[PairWarpgroupTile]:
+def pair_warpgroup_tiles(
+    kernel: str, fixed: int, trained: int, has_softcap: bool = False
+) -> Iterator[PairWarpgroupTile]:
     """Tiles for the buckets of the two sides, the fastest first.
 
     Two consumers; the widest tiles whose logits and gradients leave room for the sums, as many
@@ -1506,6 +1559,8 @@ def pair_warpgroup_tiles(kernel: str, fixed: int, trained: int) -> Iterator[Pair
     """
     is_wide_dk = kernel == "backward_dk_sm90" and trained > 128
     registers = CONSUMER_REGISTERS - (SPARE_REGISTERS_OF_WIDE_DK if is_wide_dk else SPARE_REGISTERS)
+    if has_softcap:
+        registers -= REGISTERS_OF_SOFTCAP
     for block_cols in (64, 48, 32):
         left = registers - trained // 2 - block_cols - block_cols // 4
         if left < 0:
@@ -1697,8 +1752,9 @@ def shape_of(problem: Problem) -> tuple[int, int, int]:
 
 def _tuned(problem: Problem, device: DeviceFacts, of: ProblemClass) -> Choice:
     """What was measured for this very shape, or else for one of its class."""
-    # Nothing is measured with rows off 16 bytes, whose loads are guarded, or with a window.
+    # Nothing is measured with rows off 16 bytes, whose loads are guarded, with a window or softcap.
     is_measured = problem.aligned and problem.window == NO_WINDOW and problem.q_offset is None
+    is_measured = is_measured and not problem.has_softcap
     alike = [one for one in device.tuned if one.problem_class == of] if is_measured else []
     for one in alike:
         if one.shape == shape_of(problem):
@@ -1780,23 +1836,28 @@ def tile_candidates(
     limit = device.shared_memory_per_block
     if kernel == "forward_sm80":
         few = dict.fromkeys(
-            tile for rows in ROW_CLASSES for tile in forward_tiles(*dims, rows, problem.is_window)
+            tile
+            for rows in ROW_CLASSES
+            for tile in forward_tiles(
+                *dims, rows, problem.is_window, has_softcap=problem.has_softcap
+            )
         )
         return tuple(tile for tile in few if tile.shared_memory(*dims) <= limit)
     if kernel == "forward_sm90":
-        listed = warpgroup_tiles(*dims, heads_per_tile(problem, WARPGROUP_ROWS) > 1)
+        is_packed = heads_per_tile(problem, WARPGROUP_ROWS) > 1
+        listed = warpgroup_tiles(*dims, is_packed, has_softcap=problem.has_softcap)
         wide = dict.fromkeys((*listed, *warpgroup_grid(*dims, limit)))
         return tuple(tile for tile in wide if tile.fits(*dims, limit))
     if kernel in PAIR_KERNELS:
         fixed, trained = _fixed_and_trained(*dims, side)
-        pair = pair_warpgroup_tiles(kernel, fixed, trained)
+        pair = pair_warpgroup_tiles(kernel, fixed, trained, problem.has_softcap)
         return tuple(tile for tile in pair if tile.shared_memory(kernel, fixed, trained) <= limit)
     if kernel == "backward_few_sm90":
         num_rows = few_rows(problem, side)
         wide_enough = (tile for tile in few_tiles(*dims, side) if tile.rows >= num_rows)
         return tuple(tile for tile in wide_enough if tile.shared_memory(*dims) <= limit)
     if kernel == "backward_fused_sm90":
-        cut = backward_warpgroup_tiles(*dims, side)
+        cut = backward_warpgroup_tiles(*dims, side, problem.has_softcap)
         return tuple(tile for tile in cut if tile.shared_memory(*dims, side) <= limit)
     cuts = backward_tiles(kernel, *dims, side, problem.aligned and not problem.is_window)
     return tuple(tile for tile in cuts if tile.shared_memory(kernel, *dims) + STATIC_BYTES <= limit)
@@ -1889,20 +1950,21 @@ OF_FINISHED_ROWS: tuple[Specialisation, ...] = (("merge_states", ()), ("replace_
 def specialisations(arch: str) -> tuple[Specialisation, ...]:
     """Everything that a plan can return on a card of this architecture, each once."""
     pairs = [(dim1, dim2) for dim1 in BUCKETS for dim2 in BUCKETS]
-    return _specialisations(arch, pairs, in_full=pairs, windowed=pairs)
+    return _specialisations(arch, pairs, in_full=pairs, windowed=pairs, capped=pairs)
 
 
 def declared(arch: str) -> tuple[Specialisation, ...]:
     """The specialisations that the tests compile.
 
     For sm_80 and sm_90a every kernel, dtype, side and equal pair of head dims and the unequal pairs
-    that the benchmarks name, with windows the two most common pairs; for others a sample of all,
-    the same every time.
+    that the benchmarks name, with windows the two most common pairs, with softcaps one; for others
+    a sample of all, the same every time.
     """
     if arch in FULLY_DECLARED:
         pairs = [(dim, dim) for dim in BUCKETS] + list(UNEQUAL_PAIRS)
         windowed = [(64, 64), (128, 128)]
-        found = _specialisations(arch, pairs, in_full=[(128, 128)], windowed=windowed)
+        full = [(128, 128)]
+        found = _specialisations(arch, pairs, in_full=full, windowed=windowed, capped=full)
         return tuple(one for one in found if ("kIsAligned", False) not in one[1])
     everything = specialisations(arch)
     return tuple(random.Random(arch).sample(everything, min(SAMPLE_SIZE, len(everything))))
@@ -1913,6 +1975,7 @@ def _specialisations(
     pairs: list[tuple[int, int]],
     in_full: list[tuple[int, int]],
     windowed: list[tuple[int, int]],
+    capped: list[tuple[int, int]],
 ) -> tuple[Specialisation, ...]:
     """Those of some pairs of head dims; of `in_full` also dQ without dK and the entropy."""
     device = device_facts(arch)
@@ -1926,10 +1989,11 @@ def _specialisations(
                 found["backward_finish", (("Element", element), ("kHeadDim", dim))] = None
             begins = (False, True) if (dim1, dim2) in windowed else (False,)
             sums = (False, True) if (dim1, dim2) in in_full else (False,)
-            for aligned, is_window in itertools.product((True, False), begins):
+            bounds = (False, True) if (dim1, dim2) in capped else (False,)
+            for aligned, is_window, has_softcap in itertools.product((True, False), begins, bounds):
                 for has_entropy in sums:
                     for kernel, template, _ in forward_kernels(
-                        dtype, dim1, dim2, aligned, is_window, device, has_entropy
+                        dtype, dim1, dim2, aligned, is_window, device, has_entropy, has_softcap
                     ):
                         found[kernel, template] = None
                 for kernel, side in itertools.product(BACKWARD_KERNELS, (1, 2)):
@@ -1938,7 +2002,7 @@ def _specialisations(
                         for few in few_of_each_size(dim1, dim2, side, device):
                             for has_dq, has_dk in ((True, True), *alone):
                                 template = few_template(
-                                    dtype, side, dim1, dim2, few, has_dq, has_dk
+                                    dtype, side, dim1, dim2, few, has_dq, has_dk, has_softcap
                                 )
                                 found[kernel, template] = None
                         continue
@@ -1953,20 +2017,23 @@ def _specialisations(
                         elif arch != "sm_90a":
                             continue
                         elif kernel in PAIR_KERNELS:
-                            pair = pair_warpgroup_tile(kernel, dim1, dim2, side, device)
+                            pair = pair_warpgroup_tile(
+                                kernel, dim1, dim2, side, device, has_softcap
+                            )
                             if pair is None:
                                 continue
                             template = pair_warpgroup_template(
                                 kernel, dtype, side, dim1, dim2, pair
                             )
                         else:
-                            fit = backward_warpgroup_tile(dim1, dim2, side, device)
+                            fit = backward_warpgroup_tile(dim1, dim2, side, device, has_softcap)
                             if fit is None:
                                 continue
                             template = backward_warpgroup_template(
                                 dtype, side, dim1, dim2, fit, has_dk
                             )
-                        found[kernel, (*template, ("kIsWindow", is_window))] = None
+                        tail = (("kIsWindow", is_window), ("kHasSoftcap", has_softcap))
+                        found[kernel, (*template, *tail)] = None
     return tuple(found)
 
 
@@ -1978,21 +2045,22 @@ def forward_kernels(
     is_window: bool,
     device: DeviceFacts,
     has_entropy: bool = False,
+    has_softcap: bool = False,
 ) -> Iterator[tuple[str, Template, int]]:
     """Every kernel that the forward of a pair of buckets can take: its template arguments and its
     bytes of shared memory."""
     for num_rows, is_packed in itertools.product(ROW_CLASSES, (False, True)):
         if not (is_packed and num_rows > FEW_QUERIES):  # only few queries are packed
-            tile = forward_tile(dim1, dim2, num_rows, is_window, device, has_entropy)
+            tile = forward_tile(dim1, dim2, num_rows, is_window, device, has_entropy, has_softcap)
             template = forward_template(
-                dtype, dim1, dim2, tile, aligned, is_packed, is_window, has_entropy
+                dtype, dim1, dim2, tile, aligned, is_packed, is_window, has_entropy, has_softcap
             )
             yield "forward_sm80", template, tile.shared_memory(dim1, dim2)
     for is_packed in (False, True) if device.arch == "sm_90a" and aligned else ():
-        for wide in warpgroup_tiles(dim1, dim2, is_packed, has_entropy):
+        for wide in warpgroup_tiles(dim1, dim2, is_packed, has_entropy, has_softcap):
             if _fits(wide, (dim1, dim2), device):
                 template = warpgroup_template(
-                    dtype, dim1, dim2, wide, is_packed, is_window, has_entropy
+                    dtype, dim1, dim2, wide, is_packed, is_window, has_entropy, has_softcap
                 )
                 yield "forward_sm90", template, wide.shared_memory(dim1, dim2)
     for lanes in (2, 4, 8, 16, 32):

@@ -128,6 +128,8 @@ class Problem:
         How many keys before and behind its place a query sees.
     q_offset
         The place of query 0 among the keys; None for ``num_keys - num_queries``.
+    softcap1, softcap2
+        Bounds of the logits; 0 for none.
     """
 
     dtype: str
@@ -151,6 +153,8 @@ class Problem:
     aligned: bool
     window: Window = NO_WINDOW
     q_offset: int | None = None
+    softcap1: float = 0.0
+    softcap2: float = 0.0
     # A problem is looked up at every call, and hashing so many fields takes longer than the rest.
     _hash: int = field(init=False, repr=False, compare=False)
 
@@ -193,6 +197,11 @@ class Problem:
     def is_window(self) -> bool:
         """Whether the mask takes the kernels of windows."""
         return self.mask == "window"
+
+    @property
+    def has_softcap(self) -> bool:
+        """Whether a side has a bound of its logits, which takes kernels of its own."""
+        return self.softcap1 > 0 or self.softcap2 > 0
 
     @property
     def group1(self) -> int:
@@ -241,6 +250,8 @@ def describe(
     q_offset: Any = None,
     scale1: float | None = None,
     scale2: float | None = None,
+    softcap1: float | None = None,
+    softcap2: float | None = None,
     layout: str = "bhnd",
 ) -> Problem:
     """Check the inputs of a call and describe what is to be computed.
@@ -257,6 +268,8 @@ def describe(
         As `check_window` takes them; the offset is ``N_K - N_Q`` unless given.
     scale1, scale2
         Factors of the logits; by default ``D ** -0.5`` of the side.
+    softcap1, softcap2
+        Bounds of the logits, as `check_softcaps` takes them.
     layout
         ``"bhnd"`` or ``"bnhd"``.
 
@@ -284,6 +297,7 @@ def describe(
     """
     causal, scale1, scale2, layout = check_options(causal, scale1, scale2, layout)
     window, q_offset = check_window(window, q_offset)
+    softcap1, softcap2 = check_softcaps(softcap1, softcap2)
     operands = (q1, k1, q2, k2)
     for operand in operands:
         check_dtype(operand.name, operand.dtype, operand.device)
@@ -335,6 +349,8 @@ def describe(
         aligned=all(map(_is_aligned, operands, strides)),
         window=window,
         q_offset=q_offset,
+        softcap1=softcap1,
+        softcap2=softcap2,
     )
 
 
@@ -382,6 +398,8 @@ def contiguous(
     causal: bool,
     window: Any = None,
     q_offset: Any = None,
+    softcap1: Any = None,
+    softcap2: Any = None,
 ) -> Problem:
     """Describe a call of contiguous, aligned arrays on a card, for planning without arrays.
 
@@ -410,7 +428,14 @@ def contiguous(
         operands.append(
             Operand(name, shape, strides, dtype, Device("cuda", 0), pointer=ALIGNMENT_BYTES)
         )
-    problem = describe(*operands, causal=causal, window=window, q_offset=q_offset)
+    problem = describe(
+        *operands,
+        causal=causal,
+        window=window,
+        q_offset=q_offset,
+        softcap1=softcap1,
+        softcap2=softcap2,
+    )
     check_gpu(problem)
     return problem
 
@@ -504,6 +529,34 @@ def check_window(window: Any, q_offset: Any) -> tuple[Window, int | None]:
         raise TypeError(message("q_offset", "a whole number", _spell(q_offset), remedy))
     left, right = (None if side is None or side == -1 else int(side) for side in sides)
     return (left, right), None if q_offset is None else int(q_offset)
+
+
+def check_softcaps(softcap1: Any, softcap2: Any) -> tuple[float, float]:
+    """Check the bounds of the logits.
+
+    Parameters
+    ----------
+    softcap1, softcap2
+        Finite numbers above 0; 0 and None set no bound.
+
+    Returns
+    -------
+    tuple of float
+        Both, 0 where there is none.
+
+    Raises
+    ------
+    TypeError
+        If one is no number.
+    ValueError
+        If one is negative, infinite or NaN.
+
+    Examples
+    --------
+    >>> check_softcaps(50, None)
+    (50.0, 0.0)
+    """
+    return _check_softcap("softcap1", softcap1), _check_softcap("softcap2", softcap2)
 
 
 def check_flag(name: str, value: Any) -> None:
@@ -946,6 +999,22 @@ def _check_scale(name: str, scale: Any) -> float:
     if not math.isfinite(value):
         remedy = "pass a finite one, or leave it out for head_dim ** -0.5"
         raise ValueError(message(name, "a finite number", repr(scale), remedy))
+    return value
+
+
+def _check_softcap(name: str, softcap: Any) -> float:
+    expected = "a finite number above 0, or 0 or None for no bound"
+    remedy = "pass the bound of the logits of that side, for example 50.0"
+    if softcap is None:
+        return 0.0
+    if isinstance(softcap, bool) or not isinstance(softcap, numbers.Real):
+        raise TypeError(message(name, expected, _spell(softcap), remedy))
+    try:
+        value = float(softcap)
+    except OverflowError:
+        value = math.inf
+    if not 0 <= value < math.inf:
+        raise ValueError(message(name, expected, repr(softcap), remedy))
     return value
 
 

@@ -5,10 +5,13 @@ For a query row with the set J of keys that it may see::
     s_t,j = scale_t * <q_t, k_t,j>        lse_t = log sum_{j in J} exp(s_t,j)
     P_t,j = exp(s_t,j - lse_t)            KL(P1 || P2) = sum_{j in J} P1_j (log P1_j - log P2_j)
 
+With a softcap c_t the logit is ``c_t * tanh(s_t,j / c_t)`` instead (Gemma 2, arXiv 2408.00118).
+
 A pair (query, key) outside J contributes exactly nothing, whatever its query or key holds. Pairs
 inside J follow IEEE arithmetic, so a NaN or an infinity makes non-finite what depends on it: a row
 that sees a NaN or +Inf logit, or only -Inf logits, has NaN for ``kl``, for the ``lse`` of that
-side, and for what its gradients reach.
+side, and for what its gradients reach. An infinite logit has no place under a bound: with a softcap
+it counts as NaN.
 
 Logits are materialised for a block of query rows at a time, so the memory is linear in the
 lengths.
@@ -97,6 +100,8 @@ def attention_kl(
     q_offset: int | None = ...,
     scale1: float | None = ...,
     scale2: float | None = ...,
+    softcap1: float | None = ...,
+    softcap2: float | None = ...,
     layout: str = ...,
     lse1: ArrayLike | None = ...,
     lse2: ArrayLike | None = ...,
@@ -114,6 +119,8 @@ def attention_kl(
     q_offset: int | None = ...,
     scale1: float | None = ...,
     scale2: float | None = ...,
+    softcap1: float | None = ...,
+    softcap2: float | None = ...,
     layout: str = ...,
     lse1: None = ...,
     lse2: None = ...,
@@ -131,6 +138,8 @@ def attention_kl(
     q_offset: int | None = ...,
     scale1: float | None = ...,
     scale2: float | None = ...,
+    softcap1: float | None = ...,
+    softcap2: float | None = ...,
     layout: str = ...,
     lse1: ArrayLike | None = ...,
     lse2: ArrayLike | None = ...,
@@ -148,6 +157,8 @@ def attention_kl(
     q_offset: int | None = ...,
     scale1: float | None = ...,
     scale2: float | None = ...,
+    softcap1: float | None = ...,
+    softcap2: float | None = ...,
     layout: str = ...,
     return_entropy: Literal[True],
 ) -> EntropyState: ...
@@ -162,6 +173,8 @@ def attention_kl(
     q_offset: int | None = None,
     scale1: float | None = None,
     scale2: float | None = None,
+    softcap1: float | None = None,
+    softcap2: float | None = None,
     layout: str = "bhnd",
     lse1: ArrayLike | None = None,
     lse2: ArrayLike | None = None,
@@ -188,6 +201,9 @@ def attention_kl(
         The offset, any whole number.
     scale1, scale2
         Factors of the logits; ``D_t ** -0.5`` by default. Any finite value.
+    softcap1, softcap2
+        Bounds of the logits: c > 0 makes ``c * tanh(s / c)`` of a scaled logit s. 0 or None sets
+        none.
     layout
         ``"bhnd"`` as above, or ``"bnhd"`` with heads and length swapped. Ranks 3 ``(BH, N, D)``
         and 2 ``(N, D)`` read the same in both.
@@ -231,7 +247,7 @@ def attention_kl(
     >>> bool(np.isclose(kl[0], 0.5 * np.log(4 / 3)))
     True
     """
-    side1, side2 = _sides(q1, k1, q2, k2, scale1, scale2, layout)
+    side1, side2 = _sides(q1, k1, q2, k2, (scale1, scale2), (softcap1, softcap2), layout)
     ranges = _key_ranges(side1, causal, window, q_offset)
     shape = np.shape(q1)[:-1]
     given = {
@@ -296,6 +312,8 @@ def attention_kl_backward(
     q_offset: int | None = None,
     scale1: float | None = None,
     scale2: float | None = None,
+    softcap1: float | None = None,
+    softcap2: float | None = None,
     layout: str = "bhnd",
 ) -> tuple[_Float64, ...]:
     """Gradients of ``sum(dkl * kl)`` with respect to any of the four inputs.
@@ -304,7 +322,7 @@ def attention_kl_backward(
     ----------
     dkl
         Upstream gradient, of the shape of ``q1`` without its last axis.
-    q1, k1, q2, k2, causal, window, q_offset, scale1, scale2, layout
+    q1, k1, q2, k2, causal, window, q_offset, scale1, scale2, softcap1, softcap2, layout
         As given to `attention_kl`.
     state
         Its result with ``return_state=True``, or any object with float arrays ``kl``, ``lse1`` and
@@ -331,7 +349,8 @@ def attention_kl_backward(
         dq_t,i = scale_t * dkl_i * sum_j ds_t,ij k_t,j
         dk_t,j = scale_t * sum_i dkl_i ds_t,ij q_t,i
 
-    where ``i`` runs over the queries of every head that shares the key head. A given log-sum-exp
+    where ``i`` runs over the queries of every head that shares the key head. With a softcap
+    ``ds_t`` is also multiplied by ``1 - tanh(s / c_t)**2``. A given log-sum-exp
     is a constant: given lse1, ``ds1_j = p1_j (log p1_j - log p2_j + 1)`` and
     ``ds2_j = mass1 P2_j - p1_j``; given lse2, ``ds2_j = -p1_j``. Its own gradients are
     ``dKL/dlse1 = -(kl + mass1)`` and ``dKL/dlse2 = mass1``.
@@ -346,7 +365,7 @@ def attention_kl_backward(
     >>> bool(np.allclose(dk2, [[-0.25], [0.25]]))        # P2 - P1
     True
     """
-    side1, side2 = _sides(q1, k1, q2, k2, scale1, scale2, layout)
+    side1, side2 = _sides(q1, k1, q2, k2, (scale1, scale2), (softcap1, softcap2), layout)
     ranges = _key_ranges(side1, causal, window, q_offset)
     _check_wrt(wrt)
     row_values = {"dkl": dkl, "kl": state.kl, "lse1": state.lse1, "lse2": state.lse2}
@@ -385,6 +404,7 @@ def attention_kl_backward(
                     else:
                         dlogits = mass1[block] * np.exp(logits["2"] - lse2[block]) - p1
                     dlogits *= upstream[block] * sides[t].scale
+                    dlogits *= sides[t].slopes(queries[t], seen_keys[t])
                     dlogits[:, ~allowed] = 0.0
                     if f"q{t}" in wrt:
                         dqueries = _masked_product(dlogits, allowed, seen_keys[t])
@@ -465,11 +485,13 @@ def merge_states(*states: _State) -> ReferenceState:
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One distribution: queries ``(B, H, N_Q, D)``, keys ``(B, HK, N_K, D)`` and the scale."""
+    """One distribution: queries ``(B, H, N_Q, D)``, keys ``(B, HK, N_K, D)``, the scale, and the
+    bound of the logits or 0."""
 
     q: NDArray[Any]
     k: NDArray[Any]
     scale: float
+    softcap: float
 
     def key_head(self, head: _Index) -> _Index:
         group = self.q.shape[1] // self.k.shape[1]
@@ -485,7 +507,19 @@ class _Side:
     def logits(self, queries: _Float64, keys: _Float64) -> _Float64:
         product: _Float64 = queries @ keys.swapaxes(1, 2)
         product *= self.scale
+        if self.softcap:
+            capped = self.softcap * np.tanh(product / self.softcap)
+            product = np.where(np.isfinite(product), capped, np.nan)
         return product
+
+    def slopes(self, queries: _Float64, keys: _Float64) -> _Float64 | float:
+        """What a logit moves by where the scaled product of query and key moves by 1."""
+        if not self.softcap:
+            return 1.0
+        rate: _Float64 = np.exp(-2 * abs(queries @ keys.swapaxes(1, 2) * self.scale / self.softcap))
+        # 1 - tanh^2, which keeps its digits far out, too.
+        slopes: _Float64 = 4 * rate / (1 + rate) ** 2
+        return slopes
 
 
 def _log_sum(parts: Sequence[_Float64]) -> _Float64:
@@ -518,8 +552,8 @@ def _sides(
     k1: ArrayLike,
     q2: ArrayLike,
     k2: ArrayLike,
-    scale1: float | None,
-    scale2: float | None,
+    scales: tuple[float | None, float | None],
+    softcaps: tuple[float | None, float | None],
     layout: str,
 ) -> tuple[_Side, _Side]:
     """Check the shapes and put both distributions into the canonical order."""
@@ -563,11 +597,17 @@ def _sides(
                 f"{key_heads} (shape {arrays[key].shape}, layout {layout!r}); use a divisor"
             )
 
-    def side(query: str, key: str, scale: float | None) -> _Side:
-        head_dim = view[query].shape[3]
-        return _Side(view[query], view[key], head_dim**-0.5 if scale is None else float(scale))
+    def side(t: int) -> _Side:
+        queries, keys, scale, softcap = view[f"q{t}"], view[f"k{t}"], scales[t - 1], softcaps[t - 1]
+        if softcap is not None and not 0 <= softcap < np.inf:
+            raise ValueError(
+                f"softcap{t}: expected a finite number above 0, or 0 or None for no bound, got "
+                f"{softcap!r}; pass the bound of the logits"
+            )
+        scale = queries.shape[3] ** -0.5 if scale is None else float(scale)
+        return _Side(queries, keys, scale, float(softcap or 0))
 
-    return side("q1", "k1", scale1), side("q2", "k2", scale2)
+    return side(1), side(2)
 
 
 def _check_rows(values: Mapping[str, Any], q1: ArrayLike) -> None:

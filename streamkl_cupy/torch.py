@@ -40,6 +40,7 @@ from streamkl_cupy.problem import (
     check_gpu,
     check_options,
     check_reduction,
+    check_softcaps,
     check_window,
     describe,
     lags_of,
@@ -77,6 +78,8 @@ def attention_kl(
     q_offset: int | None = None,
     scale1: float | None = None,
     scale2: float | None = None,
+    softcap1: float | None = None,
+    softcap2: float | None = None,
     layout: str = "bhnd",
     reduction: str = "none",
     row_weights: Tensor | None = None,
@@ -90,7 +93,7 @@ def attention_kl(
 
     Parameters
     ----------
-    q1, k1, q2, k2, causal, window, q_offset, scale1, scale2, layout
+    q1, k1, q2, k2, causal, window, q_offset, scale1, scale2, softcap1, softcap2, layout
         As `streamkl_cupy.attention_kl` takes them. What does not require grad costs nothing in the
         backward, and nothing is kept for it: detach the teacher, or run it under
         ``torch.no_grad()``. Note that ``causal=True`` is aligned to the bottom right, unlike
@@ -150,14 +153,19 @@ def attention_kl(
     """
     is_traced = torch.compiler.is_compiling()
     if is_traced:
-        # A scale may be symbolic here; the kernel checks its value.
+        # A number may be symbolic here; the kernel checks its value.
         check_options(causal, None, None, layout)
         for name, scale in (("scale1", scale1), ("scale2", scale2)):
             if isinstance(scale, Tensor):
                 remedy = "pass float(...) of it, or multiply the queries by it"
                 raise TypeError(message(name, "a real number", "a tensor", remedy))
+        for name, softcap in (("softcap1", softcap1), ("softcap2", softcap2)):
+            if isinstance(softcap, Tensor):
+                remedy = "pass float(...) of it"
+                raise TypeError(message(name, "a real number", "a tensor", remedy))
     else:
         causal, scale1, scale2, layout = check_options(causal, scale1, scale2, layout)
+        softcap1, softcap2 = check_softcaps(softcap1, softcap2)
     (left, right), q_offset = check_window(window, q_offset)
     check_reduction(reduction)
     check_flag("return_lse", return_lse)
@@ -181,7 +189,8 @@ def attention_kl(
                 message("return_entropy", "False with given log-sum-exps", "True", remedy)
             )
 
-    options = (causal, left, right, q_offset, scale1, scale2, layout, deterministic)
+    numbers = (scale1, scale2, softcap1, softcap2)
+    options = (causal, left, right, q_offset, *numbers, layout, deterministic)
     is_differentiated = torch.is_grad_enabled() and (
         q1.requires_grad or k1.requires_grad or q2.requires_grad or k2.requires_grad
     )
@@ -220,7 +229,7 @@ class AttentionKLLoss(torch.nn.Module):
 
     Parameters
     ----------
-    causal, window, q_offset, scale1, scale2, layout, deterministic
+    causal, window, q_offset, scale1, scale2, softcap1, softcap2, layout, deterministic
         As `attention_kl` takes them.
     reduction
         Likewise, but ``"mean"`` by default.
@@ -246,6 +255,8 @@ class AttentionKLLoss(torch.nn.Module):
         q_offset: int | None = None,
         scale1: float | None = None,
         scale2: float | None = None,
+        softcap1: float | None = None,
+        softcap2: float | None = None,
         layout: str = "bhnd",
         reduction: str = "mean",
         deterministic: bool | None = None,
@@ -255,6 +266,7 @@ class AttentionKLLoss(torch.nn.Module):
             causal, scale1, scale2, layout
         )
         self.window, self.q_offset = check_window(window, q_offset)
+        self.softcap1, self.softcap2 = check_softcaps(softcap1, softcap2)
         check_reduction(reduction)
         if deterministic is not None:
             check_flag("deterministic", deterministic)
@@ -282,6 +294,8 @@ class AttentionKLLoss(torch.nn.Module):
             q_offset=self.q_offset,
             scale1=self.scale1,
             scale2=self.scale2,
+            softcap1=self.softcap1,
+            softcap2=self.softcap2,
             layout=self.layout,
             reduction=self.reduction,
             row_weights=row_weights,
@@ -293,8 +307,8 @@ class AttentionKLLoss(torch.nn.Module):
     def extra_repr(self) -> str:
         """The options, for ``repr``."""
         names = ("causal", "scale1", "scale2", "layout", "reduction", "deterministic")
-        masks = {"window": NO_WINDOW, "q_offset": None}
-        shown = [name for name, default in masks.items() if getattr(self, name) != default]
+        others = {"window": NO_WINDOW, "q_offset": None, "softcap1": 0.0, "softcap2": 0.0}
+        shown = [name for name, default in others.items() if getattr(self, name) != default]
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in (*names, *shown))
 
 
@@ -624,13 +638,15 @@ def _not_a_tensor(name: str, value: Any) -> str:
 
 def _keywords(options: Sequence[Any]) -> dict[str, Any]:
     """What both functions of `api` take of an operator's options."""
-    causal, left, right, q_offset, scale1, scale2, layout, _ = options
+    causal, left, right, q_offset, scale1, scale2, softcap1, softcap2, layout, _ = options
     return {
         "causal": causal,
         "window": (left, right),
         "q_offset": q_offset,
         "scale1": scale1,
         "scale2": scale2,
+        "softcap1": softcap1,
+        "softcap2": softcap2,
         "layout": layout,
     }
 
@@ -784,7 +800,7 @@ def _check_fake(inputs: Sequence[Tensor], options: tuple[Any, ...]) -> None:
         )
         for name, value in zip(INPUTS, inputs, strict=True)
     )
-    for name in ("scale1", "scale2"):
+    for name in ("scale1", "scale2", "softcap1", "softcap2"):
         keywords[name] = keywords[name] if isinstance(keywords[name], float) else None
     problem = describe(*operands, **keywords)
     if device.type == "cuda":
@@ -924,7 +940,8 @@ _INPUTS = "Tensor q1, Tensor k1, Tensor q2, Tensor k2"
 _STATE = "Tensor kl, Tensor lse1, Tensor lse2, Tensor lse1_low, Tensor lse2_low"
 _OPTIONS = (
     "bool causal, SymInt? window_left, SymInt? window_right, SymInt? q_offset, "
-    "float? scale1, float? scale2, str layout, bool deterministic"
+    "float? scale1, float? scale2, float? softcap1, float? softcap2, "
+    "str layout, bool deterministic"
 )
 
 # Kept alive: with it the operators would go.

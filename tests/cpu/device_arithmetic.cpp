@@ -11,6 +11,7 @@
 #include "row_statistics.cuh"
 #include "schedule.cuh"
 #include "smem.cuh"
+#include "softcap.cuh"
 
 // ---------------------------------------------------------------------------------------------------------------------
 // kl_state.cuh
@@ -177,6 +178,37 @@ auto with_range(const KeyBounds& bounds, int is_window, const Call& call) {
 }
 
 }  // namespace
+
+// Logits with a bound, and their slopes, by the code for those near zero or for any.
+extern "C" void cap_logits(int num, const float* x, float tanh_scale, int are_near, float* values,
+                           float* slopes) {
+    for (int i = 0; i < num; ++i) {
+        const CappedLogit logit = are_near ? capped_logit<Bound::kNear>(x[i], tanh_scale)
+                                           : capped_logit<Bound::kAny>(x[i], tanh_scale);
+        values[i] = logit.value;
+        slopes[i] = logit.slope;
+    }
+}
+
+// Gradients with respect to the products of a row with its keys, of which side `side` has a bound.
+extern "C" void product_gradients(int side, int num, const float* x1, const float* x2,
+                                  float tanh_scale, const BackwardParams* params,
+                                  const RowStatistics* row, float dkl, float* ds,
+                                  float* weighted_ds) {
+    for (int i = 0; i < num; ++i) {
+        if (side == 1) {
+            const CappedLogit logit = capped_logit<Bound::kAny>(x1[i], tanh_scale);
+            ds[i] = product_gradient<1, true>(logit, x2[i], *row, *params);
+            weighted_ds[i] =
+                product_gradient<1, true>(logit, x2[i], weighted<1>(*row, dkl), *params);
+        } else {
+            const CappedLogit logit = capped_logit<Bound::kAny>(x2[i], tanh_scale);
+            ds[i] = product_gradient<2, true>(logit, x1[i], *row, *params);
+            weighted_ds[i] =
+                product_gradient<2, true>(logit, x1[i], weighted<2>(*row, dkl), *params);
+        }
+    }
+}
 
 extern "C" void key_ends(const KeyBounds* bounds, int is_window, int num, const int* query,
                          Interval* keys) {

@@ -251,7 +251,7 @@ class Card:
             shape = (problem.batch, heads, length, getattr(problem, f"head_dim{side}"))
             dtype = interop.numpy_dtype(problem.dtype)
             arrays[name] = read(pointers[name], shape, getattr(problem, name), dtype)
-        names = ("causal", "window", "q_offset", "scale1", "scale2")
+        names = ("causal", "window", "q_offset", "scale1", "scale2", "softcap1", "softcap2")
         options = {name: getattr(problem, name) for name in names}
         return arrays | options
 
@@ -322,13 +322,14 @@ def on_card(arrays: dict[str, np.ndarray]) -> dict[str, CardArray]:
     return {name: CardArray(array) for name, array in arrays.items()}
 
 
+@pytest.mark.parametrize("bounds", [{}, {"softcap1": 1.5}, {"softcap1": 2, "softcap2": 0.5}])
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
 def test_forward_and_backward(
-    card: Card, dtype: Any, layout: str, rng: np.random.Generator
+    card: Card, dtype: Any, layout: str, bounds: dict[str, float], rng: np.random.Generator
 ) -> None:
     inputs = random_inputs(rng, dtype, layout)
-    options = {"causal": True, "scale1": 0.5, "scale2": -0.3, "layout": layout}
+    options = {"causal": True, "scale1": 0.5, "scale2": -0.3, "layout": layout, **bounds}
     rows = inputs["q1"].shape[:-1]
     expected = reference.attention_kl(**inputs, **options, return_state=True)
     arrays = on_card(inputs)
@@ -726,14 +727,17 @@ class TestWarmup:
 
     @pytest.mark.parametrize("wrt", [("q2", "k2"), ("q2",), ("k1",), ("k2", "q1"), INPUTS], ids=str)
     def test_every_plan_with_these_head_dims_finds_its_kernels(self, wrt: tuple[str, ...]) -> None:
-        skl.warmup(64, 128, wrt=wrt, unaligned=True, windowed=True, entropy=True, arch="sm_80")
+        added = dict.fromkeys(("unaligned", "windowed", "entropy", "softcap"), True)
+        skl.warmup(64, 128, wrt=wrt, **added, arch="sm_80")
         built = {(kernel, template) for kernel, template, _ in self.built}
         assert len(built) == len(self.built)
         facts = plan.device_facts("sm_80")
         for num_queries in (1, 3, 17, 64, 65, 1000, 40_000):
             for num_keys in (1, 100, 5000, 200_000):
-                for pointer, window in itertools.product((256, 258), (None, (10, 0), (5000, 7))):
-                    problem = self.problem(num_queries, num_keys, pointer, window)
+                for pointer, window, softcap in itertools.product(
+                    (256, 258), (None, (10, 0), (5000, 7)), (None, 5.0)
+                ):
+                    problem = self.problem(num_queries, num_keys, pointer, window, softcap)
                     plans: list[Any] = [plan.forward(problem, facts)]
                     plans.append(plan.forward(problem, facts, given=("lse1",)))
                     plans.append(plan.forward(problem, facts, has_entropy=True))
@@ -777,7 +781,9 @@ class TestWarmup:
                 taken |= {k.kernel for k in chosen.kernels}
         assert {"backward_few_sm90", "backward_fused_sm80"} <= taken
 
-    def problem(self, num_queries: int, num_keys: int, pointer: int, window: Any = None) -> Problem:
+    def problem(
+        self, num_queries: int, num_keys: int, pointer: int, window: Any = None, softcap: Any = None
+    ) -> Problem:
         shapes = ((num_queries, 64), (num_keys, 64), (num_queries, 128), (num_keys, 128))
         return describe(
             *(
@@ -785,6 +791,7 @@ class TestWarmup:
                 for n, s in zip(INPUTS, shapes, strict=True)
             ),
             window=window,
+            softcap2=softcap,
         )
 
     def test_windows_have_kernels_of_their_own(self) -> None:
@@ -796,6 +803,18 @@ class TestWarmup:
         begun = {one for one in both - plain if ("kIsWindow", True) in one[1]}
         assert {kernel for kernel, _ in begun} == {
             kernel for kernel, template in plain if ("kIsWindow", False) in template
+        }
+
+    def test_softcaps_have_kernels_of_their_own(self) -> None:
+        skl.warmup(64, 64, arch="sm_90a")
+        plain = {(kernel, template) for kernel, template, _ in self.built}
+        assert all(("kHasSoftcap", True) not in template for _, template in plain)
+        names = skl.warmup(64, 64, softcap=True, arch="sm_90a")
+        assert any(name.endswith("_softcap") for name in names)
+        capped = {(kernel, template) for kernel, template, _ in self.built} - plain
+        assert all(("kHasSoftcap", True) in template for _, template in capped)
+        assert {kernel for kernel, _ in capped} == {
+            kernel for kernel, template in plain if ("kHasSoftcap", False) in template
         }
 
     def test_entropies_of_windows_too(self) -> None:

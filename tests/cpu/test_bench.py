@@ -654,6 +654,7 @@ CASES = {
     "square": Workload(2, 24, 24, 16, 16),
     "causal": Workload(2, 24, 24, 16, 16, causal=True),
     "window": Workload(2, 24, 24, 16, 16, causal=True, window=5),
+    "softcap": Workload(2, 24, 20, 16, 16, causal=True, softcap=0.7),
     "two head dims": Workload(1, 10, 33, 8, 24),
     "causal, rows without keys": Workload(2, 40, 17, 16, 8, causal=True),
     "setting 2": Workload(2, 20, 30, 16, 16, setting=2, causal=True),
@@ -669,14 +670,15 @@ def test_the_reference_of_the_bench_is_that_of_the_package(torch, workload):
 
     case = Case(workload, "cpu")
     arrays = [x.double().numpy() for x in case.inputs]
-    state = reference.attention_kl(*arrays, **workload.mask, return_state=True)
+    options = {**workload.mask, **workload.softcaps}
+    state = reference.attention_kl(*arrays, **options, return_state=True)
     outputs = tuple(torch.from_numpy(x) for x in (state.kl, state.lse1, state.lse2))
     errors = case.check_forward(outputs)
     assert set(errors) == {"kl", "lse1", "lse2"}
     assert max(errors.values()) < 1e-12
 
     gradients = reference.attention_kl_backward(
-        case.dkl.double().numpy(), *arrays, state, wrt=case.wrt, **workload.mask
+        case.dkl.double().numpy(), *arrays, state, wrt=case.wrt, **options
     )
     errors = case.check_backward(tuple(map(torch.from_numpy, gradients)))
     assert set(errors) == {"dq", "dk"}
@@ -1128,20 +1130,26 @@ def test_the_peer_of_one_mean_a_head_is_checked_as_such(torch):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("scale", [1.0, 100.0])
-def test_the_textbook_on_the_device_is_that_of_the_audit(torch, monkeypatch, dtype, scale):
+@pytest.mark.parametrize(("scale", "bound"), [(1.0, None), (100.0, None), (10.0, 8.0)])
+def test_the_textbook_on_the_device_is_that_of_the_audit(torch, monkeypatch, dtype, scale, bound):
     from bench import accuracy, textbook
     from streamkl_cupy import audit, reference
 
     monkeypatch.setattr(textbook, "_BLOCK_ELEMENTS", 1 << 12)
-    problem = accuracy.Problem.of(cases.Cell("logits", dtype, 32, 70, scale), "cpu")
+    cell = cases.Cell("logits", dtype, 32, 70, scale, softcap=bound)
+    problem = accuracy.Problem.of(cell, "cpu")
+    softcaps = {"softcap1": bound, "softcap2": bound}
     case = problem.cases[0]
     arrays = [x.float().numpy().astype(audit.DTYPES[dtype]) for x in case.inputs]
     dkl = case.dkl.numpy()
-    state = reference.attention_kl(*arrays, return_state=True)
+    state = reference.attention_kl(*arrays, **softcaps, return_state=True)
     inputs = ("q1", "k1", "q2", "k2")
-    exact = [*state, *reference.attention_kl_backward(dkl, *arrays, state, wrt=inputs)]
-    theirs = [*audit.baseline_forward(*arrays), *audit.baseline_backward(dkl, *arrays, wrt=inputs)]
+    of_inputs = {"wrt": inputs, **softcaps}
+    exact = [*state, *reference.attention_kl_backward(dkl, *arrays, state, **of_inputs)]
+    theirs = [
+        *audit.baseline_forward(*arrays, **softcaps),
+        *audit.baseline_backward(dkl, *arrays, **of_inputs),
+    ]
     ours = {kind: problem.solve(exact=kind) for kind in (True, False)}
     assert tuple(ours[True]) == tuple(ours[False])
     assert set(ours[True]) == set(textbook.OUTPUTS)

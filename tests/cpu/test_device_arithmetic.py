@@ -718,6 +718,91 @@ def test_rows_that_are_not_finite_at_all(library: ctypes.CDLL) -> None:
             assert not np.isfinite(results[:, KL]).any()
 
 
+def capped(
+    library: ctypes.CDLL, x: np.ndarray, tanh_scale: float, are_near: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Values and slopes of logits with a bound, in units of the bound."""
+    x = np.ascontiguousarray(x, np.float32)
+    values, slopes = np.empty_like(x), np.empty_like(x)
+    library.cap_logits(
+        len(x), pointer(x), ctypes.c_float(tanh_scale), int(are_near), pointer(values),
+        pointer(slopes),
+    )  # fmt: skip
+    return values, slopes
+
+
+def test_tanh_keeps_the_digits_of_any_logit(library: ctypes.CDLL) -> None:
+    sizes = np.concatenate([np.logspace(-30, 1.45, 200_000), np.linspace(0.3, 10, 200_000)])
+    x = np.concatenate([-sizes, sizes]).astype(np.float32)
+    values, slopes = capped(library, x, 1.0)
+    u = x.astype(np.longdouble)
+    # Relative, small logits included; fifty digits say what tanh is (test below).
+    np.testing.assert_array_less(abs(values / np.tanh(u) - 1), 3 * EPSILON)
+    rate = np.exp(-2 * abs(u))
+    slope = 4 * rate / (1 + rate) ** 2
+    # A float32 exponent of e is off by more the larger it is.
+    np.testing.assert_array_less(abs(slopes / slope - 1), (4 + 4 * abs(u)) * EPSILON)
+    assert (abs(values) <= 1).all()
+    near = abs(x) <= 0.6
+    for ours, theirs in zip(capped(library, x[near], 1.0, True), (values, slopes), strict=True):
+        np.testing.assert_array_equal(ours, theirs[near])
+
+
+def test_tanh_against_fifty_digits(library: ctypes.CDLL) -> None:
+    mpmath = pytest.importorskip("mpmath")
+    x = np.array([1e-20, 1e-6, 0.01, 0.3, 0.599, 0.601, 1, 2.5, 7, 20], np.float32)
+    values, slopes = capped(library, x, 1.0)
+    with mpmath.workdps(50):
+        for given, value, slope in zip(x.tolist(), values.tolist(), slopes.tolist(), strict=True):
+            assert abs(value / mpmath.tanh(given) - 1) < 3 * EPSILON
+            assert abs(slope * mpmath.cosh(given) ** 2 - 1) < (4 + 4 * given) * EPSILON
+
+
+def test_bounds_hold_far_out(library: ctypes.CDLL) -> None:
+    x = np.array([1e4, -1e4, 3e38, -3e38, np.inf, -np.inf, np.nan, 0.0], np.float32)
+    values, slopes = capped(library, x, 10.0)
+    np.testing.assert_array_equal(values, [1, -1, 1, -1, np.nan, np.nan, np.nan, 0])
+    np.testing.assert_array_equal(slopes[:4], 0)
+    assert slopes[-1] == 1
+    # A scale of zero leaves no logit, whatever the product.
+    smallest = 1 / launch.LARGEST_TANH_SCALE
+    np.testing.assert_array_less(abs(capped(library, x[:2], smallest)[0]), 1e-30)
+
+
+@pytest.mark.parametrize("side", [1, 2])
+def test_gradients_of_bounded_logits(
+    library: ctypes.CDLL, side: int, rng: np.random.Generator
+) -> None:
+    """The kernels' units of row statistics, against the float64 reference."""
+    num_keys, bound, scale = 40, 1.5, 0.7
+    x1, x2 = (rng.standard_normal(num_keys).astype(np.float32) * 3 for _ in range(2))
+    s = [scale * x.astype(np.float64) for x in (x1, x2)]
+    slope = 1 - np.tanh(s[side - 1] / bound) ** 2
+    s[side - 1] = bound * np.tanh(s[side - 1] / bound)
+    lse1, lse2 = (np.logaddexp.reduce(x) for x in s)
+    p1, p2 = np.exp(s[0] - lse1), np.exp(s[1] - lse2)
+    kl = (p1 * (s[0] - s[1])).sum() - lse1 + lse2
+    exact = slope * (p1 * (s[0] - s[1] - (kl - lse2 + lse1)) if side == 1 else p2 - p1)
+    log2 = np.array([lse1, lse2, kl]) * launch.LOG2_E
+    exponents = np.rint(log2[:2])
+    fractions = log2[:2] - exponents
+    last = fractions[1] if side == 2 else log2[2] - fractions[1] + fractions[0]
+    row = np.array([exponents[0], fractions[0], exponents[1], last], np.float32)
+    factors = [bound if t == side else scale for t in (1, 2)]
+    # Of the parameters only the scales to base 2 are read, the last but three.
+    fields = [0] * (len(launch.BACKWARD_PARAMS.format) - 1)
+    fields[-5:-3] = [launch.LOG2_E * factor for factor in factors]
+    params = np.frombuffer(launch.BACKWARD_PARAMS.pack(*fields), np.uint8)
+    ds, weighted = np.empty(num_keys, np.float32), np.empty(num_keys, np.float32)
+    library.product_gradients(
+        side, num_keys, pointer(x1), pointer(x2), ctypes.c_float(scale / bound), pointer(params),
+        pointer(row), ctypes.c_float(3.0), pointer(ds), pointer(weighted),
+    )  # fmt: skip
+    unit = np.log(2) if side == 1 else 1
+    np.testing.assert_allclose(ds * unit, exact, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(weighted, 3 * exact, rtol=1e-5, atol=3e-7)
+
+
 def test_constants_are_those_of_launch(library: ctypes.CDLL) -> None:
     constants = np.empty(3, np.float32)
     library.state_constants(pointer(constants))

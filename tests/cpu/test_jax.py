@@ -155,7 +155,11 @@ def test_float64_stays_float64(x64: None, rng: np.random.Generator) -> None:
 # Gradients
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True, "scale1": -0.7}], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True, "scale1": -0.7}, {"softcap1": 1.5, "softcap2": 0.8}],
+    ids=["full", "causal", "softcap"],
+)
 @pytest.mark.parametrize("reduction", ["sum", "mean", "batchmean"])
 def test_gradients_against_finite_differences(
     reduction: str, options: dict[str, Any], x64: None, rng: np.random.Generator

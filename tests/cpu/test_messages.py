@@ -239,6 +239,30 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "causal: expected True or False, got 1 (int); pass bool(...) of it.",
     ),
+    "softcap that is no number": (
+        forward(softcap1="50"),
+        TypeError,
+        "softcap1: expected a finite number above 0, or 0 or None for no bound, got '50' (str); "
+        "pass the bound of the logits of that side, for example 50.0.",
+    ),
+    "softcap that is a bool": (
+        forward(softcap2=True),
+        TypeError,
+        "softcap2: expected a finite number above 0, or 0 or None for no bound, got True (bool); "
+        "pass the bound of the logits of that side, for example 50.0.",
+    ),
+    "negative softcap": (
+        forward(softcap2=-1),
+        ValueError,
+        "softcap2: expected a finite number above 0, or 0 or None for no bound, got -1; "
+        "pass the bound of the logits of that side, for example 50.0.",
+    ),
+    "infinite softcap": (
+        backward(softcap1=float("inf")),
+        ValueError,
+        "softcap1: expected a finite number above 0, or 0 or None for no bound, got inf; "
+        "pass the bound of the logits of that side, for example 50.0.",
+    ),
     "window of one side": (
         forward(window=(3,)),
         ValueError,

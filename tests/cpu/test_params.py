@@ -216,6 +216,8 @@ def common(problem: Problem) -> dict[str, Any]:
         "head_dim2": 64,
         "scale1": pytest.approx(0.11 * launch.LOG2_E, rel=1e-7),
         "scale2": pytest.approx(-0.23 * launch.LOG2_E, rel=1e-7),
+        "tanh_scale1": 0.0,
+        "tanh_scale2": 0.0,
     }
 
 
@@ -344,6 +346,39 @@ def test_hopper_backward_brings_its_maps(driver: Driver) -> None:
     assert packed["dq_scratch"] == WORKSPACE + chosen.scratch_offset
     assert packed["dk"] == POINTERS["dk2"]
     assert len(prepare.arguments) == len(finish.arguments) == 1
+
+
+@pytest.mark.parametrize(
+    ("scale", "bound", "factor", "tanh_scale"),
+    [
+        (-0.23, 50.0, 50.0, -0.23 / 50),
+        (0.0, 2.0, 2.0, 1 / launch.LARGEST_TANH_SCALE),
+        (3.0, 1e300, launch.LARGEST_SOFTCAP, 3.0 / launch.LARGEST_SOFTCAP),
+        (3.0, 1e-300, launch.SMALLEST_SCALE / launch.LOG2_E, launch.LARGEST_TANH_SCALE),
+    ],
+)
+def test_a_bound_takes_the_place_of_the_scale(
+    driver: Driver, scale: float, bound: float, factor: float, tanh_scale: float
+) -> None:
+    problem = dataclasses.replace(distinct_problem("bfloat16"), scale2=scale, softcap2=bound)
+    chosen = plan.forward(problem, CARD)
+    launch.forward(chosen, problem, 0).launch(POINTERS, WORKSPACE, 0)
+    backward = plan.backward(problem, CARD, ("q2",))
+    launch.backward(backward, problem, DKL, 0).launch(POINTERS, WORKSPACE, 0)
+    for kernel in (*chosen.kernels, *backward.kernels):
+        assert dict(kernel.template).get("kHasSoftcap", True)
+    forward, gradient = driver.seen[0], driver.seen[-1]
+    for name, step in (("ForwardParams", forward), ("BackwardParams", gradient)):
+        packed = values(name, step.params)
+        assert packed["scale1"] == pytest.approx(0.11 * launch.LOG2_E, rel=1e-7)
+        assert packed["scale2"] == pytest.approx(factor * launch.LOG2_E, rel=1e-7)
+        assert packed["tanh_scale1"] == 0
+        assert packed["tanh_scale2"] == pytest.approx(tanh_scale, rel=1e-7)
+    packed = values("ForwardParams", forward.params)
+    masked = launch.MASKED_LOGIT / (factor * launch.LOG2_E)
+    assert packed["masked_logit2"] == pytest.approx(masked, rel=1e-7)
+    packed = values("BackwardParams", gradient.params)
+    assert packed["gradient_scale"] == pytest.approx(scale, rel=1e-7)
 
 
 def scale_error(scale: float) -> float:

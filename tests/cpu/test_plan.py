@@ -278,6 +278,39 @@ def test_a_tuned_tile_does_not_serve_the_entropy() -> None:
     assert plan.forward(problem, tuned, has_entropy=True) == plain
 
 
+@given(problem=problems(), card=CARD, has_entropy=st.booleans())
+@settings(deadline=None)
+def test_softcaps_take_kernels_of_their_own(
+    problem: Problem, card: DeviceFacts, has_entropy: bool
+) -> None:
+    capped = dataclasses.replace(problem, softcap1=3.0)
+    chosen = plan.forward(capped, card, has_entropy=has_entropy)
+    plain = plan.forward(problem, card, has_entropy=has_entropy)
+    assert_launchable(chosen.kernels, card)
+    assert chosen.name == f"{plain.name}_softcap"
+    assert chosen.workspace_bytes == plain.workspace_bytes
+    both = [(chosen.kernels, plain.kernels)]
+    for strategy in ("fused", "separate"):
+        backward = plan.backward(capped, card, ("q2", "k1", "k2"), strategy=strategy)
+        before = plan.backward(problem, card, ("q2", "k1", "k2"), strategy=strategy)
+        assert_launchable(backward.kernels, card)
+        assert backward.name == f"{before.name}_softcap"
+        both.append((backward.kernels, before.kernels))
+    for ours, theirs in both:
+        assert [kernel.kernel for kernel in ours] == [kernel.kernel for kernel in theirs]
+        assert all(arguments(kernel).get("kHasSoftcap", True) for kernel in ours)
+        assert not any(arguments(kernel).get("kHasSoftcap", False) for kernel in theirs)
+
+
+def test_a_tuned_tile_does_not_serve_softcaps() -> None:
+    problem = hopper_problem()
+    choice = plan.Choice(forward_kernel="forward_sm80", num_splits=3)
+    entry = plan.TunedChoice(plan.problem_class(problem), plan.shape_of(problem), choice)
+    tuned = dataclasses.replace(HOPPER, tuned=(entry,))
+    capped = dataclasses.replace(problem, softcap2=3.0)
+    assert plan.forward(capped, tuned) == plan.forward(capped, HOPPER)
+
+
 @pytest.mark.parametrize("num_states", [1, 2, 8, 9, 15, 16, 100])
 def test_every_state_is_merged_once(num_states: int) -> None:
     chosen = plan.merge(1000, num_states, HOPPER)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+import streamkl_cupy as skl
 from bench import readme
 from bench.report import Report, Row
 
@@ -55,6 +58,17 @@ def test_the_python_example_runs() -> None:
     exec(small, names)
     assert names["dq2"].shape == names["q2"].shape  # type: ignore[attr-defined]
     assert float(names["loss"]) > 0  # type: ignore[arg-type]
+
+
+def test_the_example_of_softcaps_runs() -> None:
+    (code,) = (block for block in PYTHON if "softcap1" in block)
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.standard_normal((2, 9, 128)) for name in ("q1", "k1", "q2", "k2")}
+    names: dict[str, Any] = {"skl": skl, **arrays}
+    exec(code, names)
+    halved = {name: x / 2 if name[0] == "q" else x for name, x in arrays.items()}
+    expected = skl.attention_kl(**halved, causal=True, softcap1=50.0, softcap2=50.0)
+    np.testing.assert_allclose(names["kl"], expected, rtol=1e-12, atol=1e-15)
 
 
 def test_the_jax_example_runs() -> None:

@@ -246,6 +246,9 @@ def test_every_float_dtype_is_taken_at_its_value(dtype, rng):
         ({"head_dim1": 3, "head_dim2": 6}, {"scale2": 0.0}),
         ({}, {"window": (2, 1)}),
         ({"num_queries": 9, "num_keys": 5}, {"causal": True, "window": (2, None), "q_offset": -2}),
+        ({}, {"softcap1": 1.5, "softcap2": 0.8, "scale2": -0.4}),
+        ({"heads": 4, "key_heads1": 1, "key_heads2": 2}, {"causal": True, "softcap1": 0.5}),
+        ({"num_queries": 9}, {"window": (3, 0), "softcap2": 4.0}),
     ],
 )
 def test_gradient_is_the_slope_of_the_value(name, shape, options, rng):
@@ -264,6 +267,77 @@ def test_gradient_is_the_slope_of_the_value(name, shape, options, rng):
         # Fourth order, so that both the formula and the rounding stay below 1e-10.
         slope = 8 * (value(step) - value(-step)) - (value(2 * step) - value(-2 * step))
         assert gradient[index] == pytest.approx(slope / (12 * size), rel=1e-7, abs=1e-8)
+
+
+# Bounded logits
+
+
+def test_a_bound_is_the_tanh_of_the_logits(rng):
+    arrays = {n: x.astype(np.float64) for n, x in draw(rng, head_dim1=4, num_queries=5).items()}
+    scales, bounds = (0.9, -0.4), (1.5, 0.7)
+    s1, s2 = (
+        bound * np.tanh(scale * arrays["q" + t] @ arrays["k" + t].swapaxes(2, 3) / bound)
+        for t, scale, bound in zip("12", scales, bounds, strict=True)
+    )
+    log_p1, log_p2 = scipy.special.log_softmax(s1, -1), scipy.special.log_softmax(s2, -1)
+    kl = (np.exp(log_p1) * (log_p1 - log_p2)).sum(-1)
+    options = {"scale1": 0.9, "scale2": -0.4, "softcap1": 1.5, "softcap2": 0.7}
+    state = forward(arrays, **options)
+    np.testing.assert_allclose(state.kl, kl, atol=1e-13)
+    np.testing.assert_allclose(state.lse1, scipy.special.logsumexp(s1, -1), rtol=1e-14)
+    np.testing.assert_allclose(state.lse2, scipy.special.logsumexp(s2, -1), rtol=1e-14)
+
+
+def test_no_bound_and_one_out_of_reach(rng):
+    arrays = draw(rng, head_dim1=4)
+    plain = forward(arrays)
+    for none in (0, 0.0, None):
+        for ours, theirs in zip(forward(arrays, softcap1=none, softcap2=none), plain, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    far = forward(arrays, softcap1=1e9, softcap2=1e9)
+    for ours, theirs in zip(far, plain, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-13)
+
+
+def test_gradients_at_the_bound(rng):
+    """Exactly zero far out, where 1 - tanh^2 is below all numbers, and exact before."""
+    for factor in (1e4, 40):
+        arrays = {n: x.astype(np.float64) for n, x in draw(rng, head_dim1=4).items()}
+        for n in ("q1", "q2"):
+            arrays[n] = np.abs(arrays[n]) * factor + factor
+        for n in ("k1", "k2"):
+            arrays[n] = np.abs(arrays[n]) + 1
+        bounds = {"softcap1": 3.0, "softcap2": 9.0}
+        gradients = backward(arrays, forward(arrays, **bounds), **bounds)
+        assert all((gradient == 0).all() == (factor == 1e4) for gradient in gradients)
+        assert all(np.isfinite(gradient).all() for gradient in gradients)
+    s = arrays["q2"] @ arrays["k2"].swapaxes(2, 3) / 2
+    bounds = {"softcap2": 15.0}
+    state = forward(arrays, **bounds)
+    (gradient,) = backward(arrays, state, wrt=("q2",), **bounds)
+    p1, p2 = (
+        np.exp(x - lse[..., None])
+        for x, lse in (
+            (arrays["q1"] @ arrays["k1"].swapaxes(2, 3) / 2, state.lse1),
+            (15 * np.tanh(s / 15), state.lse2),
+        )
+    )
+    ds = (p2 - p1) / np.cosh(s / 15) ** 2 * arrays["dkl"][..., None]
+    np.testing.assert_allclose(gradient, ds @ arrays["k2"] / 2, rtol=1e-6, atol=1e-30)
+
+
+def test_an_infinite_logit_has_no_place_under_a_bound(rng):
+    arrays = draw(rng, head_dim1=4, num_queries=6, num_keys=6)
+    arrays["k1"][0, 0, 3, 0] = np.inf
+    state = forward(arrays, causal=True, softcap1=1.0)
+    np.testing.assert_array_equal(np.isnan(state.kl[0, 0]), np.arange(6) >= 3)
+    assert np.isfinite(state.kl[0, 1]).all()
+
+
+@pytest.mark.parametrize("bound", [-1.0, np.inf, np.nan])
+def test_wrong_bounds_are_refused(bound, rng):
+    with pytest.raises(ValueError, match="softcap2: expected a finite number above 0"):
+        forward(draw(rng), softcap2=bound)
 
 
 # Independent writings

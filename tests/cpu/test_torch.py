@@ -95,7 +95,14 @@ class Record(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    "mask", [{}, {"causal": True}, {"causal": True, "window": (1, None), "q_offset": -1}], ids=str
+    "mask",
+    [
+        {},
+        {"causal": True},
+        {"causal": True, "window": (1, None), "q_offset": -1},
+        {"softcap1": 1.5, "softcap2": 0.8},
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize(("rank", "layout"), [(2, "bhnd"), (3, "bhnd"), (4, "bhnd"), (4, "bnhd")])
 def test_values_and_gradients(rank: int, layout: str, mask: dict[str, Any], generator: Any) -> None:
@@ -497,7 +504,7 @@ def test_entropies_transformed_and_compiled(generator: Any) -> None:
     ):
         torch.testing.assert_close(ours, torch.stack(each))
     inputs = draw(generator)
-    options = (True, 2, None, 1, None, 0.3, "bhnd", False)
+    options = (True, 2, None, 1, None, 0.3, None, 2.0, "bhnd", False)
     arguments = (*differentiable(inputs), *options)
     outcome = torch.library.opcheck(OPERATORS.attention_kl_entropy.default, arguments)
     assert set(outcome.values()) == {"SUCCESS"}, outcome
@@ -616,7 +623,7 @@ def test_given_opcheck_and_compile(given: tuple[str, ...], generator: Any) -> No
     inputs = draw(generator)
     lse = draw_lse(generator, inputs[0].shape[:-1], given)
     outer = [lse.get(name) for name in ("lse1", "lse2")]
-    options = (True, 2, None, 1, None, 0.3, "bhnd", False)
+    options = (True, 2, None, 1, None, 0.3, None, 2.0, "bhnd", False)
     state = OPERATORS.attention_kl_given(*inputs, *outer, *options)
     upstream = torch.randn(state[0].shape, generator=generator, dtype=torch.float64)
     leaves = differentiable(inputs)
@@ -663,7 +670,7 @@ def test_given_ones_that_do_not_fit(generator: Any) -> None:
 @pytest.mark.parametrize(("rank", "layout"), [(2, "bhnd"), (3, "bhnd"), (4, "bnhd")])
 def test_opcheck(rank: int, layout: str, generator: Any) -> None:
     inputs = draw(generator, rank, layout)
-    options = (True, 3, None, -1, None, 0.3, layout, False)
+    options = (True, 3, None, -1, None, 0.3, 1.5, None, layout, False)
     state = OPERATORS.attention_kl_state(*inputs, *options)
     upstream = torch.randn(state[0].shape, generator=generator, dtype=torch.float64)
     for operator, arguments in (
@@ -678,11 +685,36 @@ def test_opcheck(rank: int, layout: str, generator: Any) -> None:
         assert set(outcome.values()) == {"SUCCESS"}, outcome
 
 
+def test_softcaps_compiled_and_transformed(generator: Any) -> None:
+    def function(*x: Any) -> Any:
+        return attention_kl(*x, causal=True, softcap1=1.5, softcap2=0.8)
+
+    inputs = draw(generator, 3, extra=(3,))
+    each = [function(*x) for x in zip(*inputs, strict=True)]
+    torch.testing.assert_close(torch.vmap(function)(*inputs), torch.stack(each))
+    inputs = draw(generator)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    leaves, others = differentiable(inputs), differentiable(inputs)
+    compiled(*leaves).sum().backward()
+    loss = functional.AttentionKLLoss(causal=True, reduction="sum", softcap1=1.5, softcap2=0.8)
+    assert "softcap1=1.5, softcap2=0.8" in repr(loss)
+    loss(*others).backward()
+    for one, other in zip(leaves, others, strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    with pytest.raises(TypeError, match="softcap1: expected a finite number above 0"):
+        attention_kl(*inputs, softcap1=torch.tensor(2.0))
+    bounded = torch.compile(
+        lambda *x: attention_kl(*x, softcap1=torch.ones(())), fullgraph=True, backend="aot_eager"
+    )
+    with pytest.raises(Exception, match="softcap1: expected a real number, got a tensor"):
+        bounded(*inputs)
+
+
 def test_an_operator_alone_is_differentiable(generator: Any) -> None:
     inputs = draw(generator)
     expected = differentiable(inputs)
     attention_kl(*expected).sum().backward()
-    options = (False, None, None, None, None, None, "bhnd", False)
+    options = (False, *(None,) * 7, "bhnd", False)
     for operator in (OPERATORS.attention_kl, OPERATORS.attention_kl_state):
         leaves = differentiable(inputs)
         result = operator(*leaves, *options)
@@ -717,7 +749,7 @@ def test_fake_tensors_of_a_card_and_what_it_refuses() -> None:
         kl = attention_kl(fake(), fake(), fake(), fake())
         assert (kl.device.type, kl.dtype, kl.shape) == ("cuda", torch.float32, (2, 4, 5))
         arguments = [fake() for _ in range(4)]
-        options = (False, None, None, None, None, None, "bhnd", False)
+        options = (False, *(None,) * 7, "bhnd", False)
         state = OPERATORS.attention_kl_state(*arguments, *options)
         gradients = OPERATORS.attention_kl_backward(kl, *arguments, *state, ["k2"], *options)
         assert [gradient.dtype for gradient in gradients] == [torch.bfloat16]

@@ -41,6 +41,9 @@ RUNS = (
     ("bfloat16", {"num_queries": 400, "num_keys": 300}, {"window": (40, 30)}, 1, 0),
     ("bfloat16", {"num_queries": 100, "num_keys": 90}, {"window": (20, 5), "q_offset": 30}, 2, 2),
     ("float16", {"num_queries": 3, "num_keys": 600}, {"window": (300, 0)}, 2, 0),
+    ("bfloat16", {"num_queries": 130, "num_keys": 150}, {"softcap1": 1.0, "causal": True}, 1, 0),
+    ("float16", {"num_queries": 33, "num_keys": 300}, {"softcap1": 5.0, "softcap2": 1.0}, 2, 0),
+    ("bfloat16", {"num_queries": 100, "num_keys": 90}, {"softcap2": 1.0}, 1, 2),
 )
 HEADS = {"heads": 4, "key_heads1": 2, "key_heads2": 1}
 
