@@ -62,6 +62,11 @@ struct BackwardParams {
     float gradient_scale;  // scale_t of the side that gets gradients
 };
 
+// Of the kernels that give gradients of both sides; what is no side's own stands in each.
+struct BothParams {
+    BackwardParams side1, side2;
+};
+
 struct FinishParams {
     const float* dq_scratch;
     void* dq;
