@@ -1739,12 +1739,22 @@ def both_warpgroup_tile(
 def both_warpgroup_tiles(kernel: str, dim1: int, dim2: int) -> Iterator[BothWarpgroupTile]:
     """Tiles for a pair of buckets, the fastest first.
 
-    Sums of more than 256 columns in all leave no registers for the logits.
+    Sums of more than 256 columns in all leave no registers for the logits; those of more than 192
+    leave room for the logits of both sides beside the gradients of the tile before only in dQ's
+    kernel, and there in narrow tiles.
     """
-    if dim1 + dim2 > 256:
+    sums = (dim1 + dim2) // 2
+    if sums > 128:
         return
-    for num_stages in (4, 3, 2):
-        yield BothWarpgroupTile(2, 64, num_stages, 0, 0)
+    is_dq = kernel == "backward_dq_both_sm90"
+    logits_first = is_dq or sums <= 96
+    cols = 64 if sums <= 96 or not is_dq else 48
+    steps = 8 if sums <= 64 else 2 if is_dq or not logits_first else 0
+    steps1 = min(-(-steps // 2), dim1 // 16) if steps > 2 else min(steps, dim1 // 16)
+    steps2 = min(steps - steps1, dim2 // 16)
+    turns = (1 if cols == 64 else 0) if is_dq else 2
+    for num_stages in (6, 5, 4, 3, 2):
+        yield BothWarpgroupTile(2, cols, num_stages, steps1, steps2, turns, logits_first)
 
 
 def both_warpgroup_template(

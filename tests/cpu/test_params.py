@@ -354,6 +354,7 @@ def test_one_pass_for_both_sides_has_the_parameters_of_both(driver: Driver, dtyp
             dq, dk = f"q{side}", f"k{side}"
             assert values("BackwardParams", params) == {
                 **common(problem),
+                "group1": 4,
                 "range.is_causal": 1,
                 "range.begin_lag": 700,
                 "range.end_lag": 700 - 3000,

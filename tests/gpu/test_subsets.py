@@ -29,7 +29,7 @@ def kernels_for(
 ) -> Counter[tuple[str, int | None]]:
     """What a backward has to launch: jobs with the side that they serve, None for both."""
     kernels: Counter[tuple[str, int | None]] = Counter()
-    # dQ of both sides in one pass unless a fused kernel has one of them; dK would need equal groups.
+    # dQ of both sides in one pass unless a fused kernel has one; dK would need equal groups.
     has_both = {"q1", "q2"} <= {*wrt} and is_hopper and not (fused and {"k1", "k2"} & {*wrt})
     if has_both:
         kernels["backward_dq_both", None] += 1
