@@ -6,6 +6,7 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -531,13 +532,28 @@ def _interpolate(
 
 
 def _all_four(spec: Spec, options: argparse.Namespace, say: Say) -> list[Row]:
-    """All four gradients in one call, beside a call for each side."""
+    """All four gradients in one call, as the plan chooses and in every other way, beside a call for
+    each side."""
     both = (
         Case(replace(spec.workload, setting=1)),
         Case(replace(spec.workload, setting=2)),
     )
     sides = [ours.backward_entry(case, "auto", label=f", {' '.join(case.wrt)}") for case in both]
-    entries = [*sides, ours.both_sides_entry(both)]
+    ways: tuple[tuple[str, str, dict[str, Any]], ...] = (
+        ("two fused passes", "fused", {}),
+        ("one pass", "separate", {}),
+        ("two separate passes", "separate", {"both": False}),
+    )
+    entries = [
+        *sides,
+        ours.both_sides_entry(both),
+        *(
+            ours.both_sides_entry(
+                both, strategy, name=f"ours, {way}", label=f", {way}", overrides=o
+            )
+            for way, strategy, o in ways
+        ),
+    ]
     bar = Bar(entries[2].name, (sides[0].name, sides[1].name), "the two sides", is_sum=True)
     four = replace(spec, label="all four gradients", bars=(bar,), yardstick="", headline=False)
     return _timed(four, entries, options, say, case=both[0], direction="backward")

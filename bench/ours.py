@@ -268,8 +268,16 @@ def backward_entry(
     return Entry(name, make, ours=True)
 
 
-def both_sides_entry(cases: tuple[Case, Case]) -> Entry:
-    """All four gradients in one call; the cases are the two settings of one problem."""
+def both_sides_entry(
+    cases: tuple[Case, Case],
+    strategy: str = "auto",
+    *,
+    name: str = "ours, all four",
+    label: str = ", all four",
+    overrides: Overrides | None = None,
+) -> Entry:
+    """All four gradients in one call; the cases are the two settings of one problem. Under
+    ``plan.override(**overrides)`` where there are any."""
     first, second = cases
     work = Work(first.backward_work.amount + second.backward_work.amount, first.backward_work.unit)
     wrt = (*first.wrt, *second.wrt)
@@ -283,18 +291,25 @@ def both_sides_entry(cases: tuple[Case, Case]) -> Entry:
 
     def make() -> Contender:
         facts = launch.device_facts(first.q1.device.index or 0)
-        chosen = plan.backward(describe(first), facts, wrt)
+        with plan.override(**(overrides or {})):
+            chosen = plan.backward(describe(first), facts, wrt, strategy=strategy)
         state = forward_state(first)
 
         def call() -> Outputs:
-            gradients = skl.attention_kl_backward(
-                first.dkl, *first.inputs, state, wrt=wrt, causal=first.workload.causal
-            )
+            with plan.override(**overrides) if overrides else nullcontext():
+                gradients = skl.attention_kl_backward(
+                    first.dkl,
+                    *first.inputs,
+                    state,
+                    wrt=wrt,
+                    causal=first.workload.causal,
+                    strategy=strategy,
+                )
             return tuple(gradients)
 
         tolerance = max(first.tolerances_backward.values())
         return Contender(
-            name=kernel_names(chosen) + ", all four",
+            name=kernel_names(chosen) + label,
             call=call,
             check=check,
             tolerances=dict.fromkeys(("dq1", "dk1", "dq2", "dk2"), tolerance),
@@ -303,7 +318,7 @@ def both_sides_entry(cases: tuple[Case, Case]) -> Entry:
             ours=True,
         )
 
-    return Entry("ours, all four", make, ours=True)
+    return Entry(name, make, ours=True)
 
 
 def cupy_call(case: Case) -> Callable[[], Outputs]:

@@ -64,6 +64,11 @@ struct BackwardParams {
     float tanh_scale1, tanh_scale2;  // as in ForwardParams
 };
 
+// Of the kernels that give gradients of both sides; what is no side's own stands in each.
+struct BothParams {
+    BackwardParams side1, side2;
+};
+
 struct FinishParams {
     const float* dq_scratch;
     void* dq;

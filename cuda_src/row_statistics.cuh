@@ -93,3 +93,19 @@ SKL_HOST_DEVICE float weighted_gradient(float x1, float x2, const WeightedStatis
     const float bracket = (y1 - y2) - row.last;
     return fast_exp2(y1) * row.weight * (is_noise(bracket, row.last) ? 0.f : bracket);
 }
+
+// dkl logit_gradient of both sides, in units of ln 2 (side 1) and 1: side 1's statistics and side
+// 2's weight are enough, because the weight of P1 is the same in both but for gradient_unit.
+struct PairOfGradients {
+    float side1, side2;
+};
+
+SKL_HOST_DEVICE PairOfGradients weighted_gradients(float x1, float x2,
+                                                   const WeightedStatistics& row1, float weight2,
+                                                   float scale1, float scale2) {
+    const float y1 = fma(x1, scale1, -row1.exponent1), y2 = fma(x2, scale2, -row1.exponent2);
+    const float p1 = fast_exp2(y1) * row1.weight, p2 = fast_exp2(y2) * weight2;
+    const float bracket = (y1 - y2) - row1.last;
+    return {p1 * (is_noise(bracket, row1.last) ? 0.f : bracket),
+            fma(p1, -1.f / gradient_unit<1>, p2)};
+}

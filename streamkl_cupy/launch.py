@@ -84,6 +84,8 @@ BACKWARD_PARAMS = struct.Struct(
     + "f"
     + "ff"
 )
+# Those of side 1, then those of side 2.
+BOTH_PARAMS = struct.Struct(BACKWARD_PARAMS.format + BACKWARD_PARAMS.format[1:])
 REPLACE_PARAMS = struct.Struct(
     "=" + "QQQQQ" + "QQQQQQ" + _ROWS + "QQ" + _ROWS * 2 + "ff" + "ii" + "q"
 )
@@ -226,6 +228,7 @@ def backward(plan: BackwardPlan, problem: Problem, dkl: Strides, device_index: i
         weight, weight_strides = Address("workspace", plan.weighted_dkl_offset), problem.row
         mass1 = (Address("mass1"), weight)
     steps: list[Step] = []
+    backward_params = functools.partial(_backward_params, problem, weight, weight_strides, max_dkl)
     for side in plan.sides:
         if isinstance(max_dkl, Address):
             steps.append(Clear(max_dkl, 4))
@@ -237,7 +240,7 @@ def backward(plan: BackwardPlan, problem: Problem, dkl: Strides, device_index: i
                     *map(Address, STATE),
                     Address("dkl"),
                     *_strides(dkl),
-                    Address("workspace"),
+                    Address("workspace", side.statistics_offset),
                     max_dkl,
                     problem.num_heads,
                     problem.num_queries,
@@ -248,9 +251,6 @@ def backward(plan: BackwardPlan, problem: Problem, dkl: Strides, device_index: i
                 ),
             )
             steps.append(Kernel(side.prepare, params))
-        backward_params = functools.partial(
-            _backward_params, problem, weight, weight_strides, max_dkl, side
-        )
         if side.fused is not None:
             steps.append(Clear(scratch, side.scratch_bytes))
         for kernel, num_blocks in (
@@ -259,11 +259,25 @@ def backward(plan: BackwardPlan, problem: Problem, dkl: Strides, device_index: i
             (side.dk, side.key_blocks),
         ):
             if kernel is not None:
-                params = backward_params(scratch if kernel is side.fused else 0, num_blocks)
+                place = scratch if kernel is side.fused else 0
+                fields = backward_params(side, place, num_blocks)
+                params = Params(BACKWARD_PARAMS, fields)
                 maps = _maps(problem, kernel, side.heads_per_tile)
                 steps.append(Kernel(kernel, params, maps))
         if side.finish is not None:
             steps.append(Kernel(side.finish, _finish_params(problem, scratch, side)))
+    if plan.both is not None:
+        side2, side1 = plan.sides
+        for kernel, num_blocks in (
+            (plan.both.dq, plan.both.dq_blocks),
+            (plan.both.dk, plan.both.key_blocks),
+        ):
+            if kernel is not None:
+                fields = (
+                    *backward_params(side1, 0, num_blocks),
+                    *backward_params(side2, 0, num_blocks),
+                )
+                steps.append(Kernel(kernel, Params(BOTH_PARAMS, fields), _maps(problem, kernel)))
     return Chain(plan.arch, device_index, steps)
 
 
@@ -341,32 +355,29 @@ def _backward_params(
     side: SidePlan,
     scratch: Address | int,
     num_blocks: int,
-) -> Params:
+) -> tuple[int | float | Address, ...]:
     dq, dk = f"q{side.side}", f"k{side.side}"
-    return Params(
-        BACKWARD_PARAMS,
-        (
-            *_inputs(problem),
-            dkl,
-            *_strides(dkl_strides),
-            Address("workspace"),
-            max_dkl,
-            Address("d" + dq),
-            Address("d" + dk),
-            *_strides(gradient_strides(problem, dq)),
-            *_strides(gradient_strides(problem, dk)),
-            scratch,
-            *_key_bounds(problem),
-            problem.num_heads,
-            problem.group1,
-            problem.group2,
-            problem.head_dim1,
-            problem.head_dim2,
-            num_blocks,
-            *map(_log2_scale, _factors(problem)),
-            problem.scale1 if side.side == 1 else problem.scale2,
-            *_tanh_scales(problem),
-        ),
+    return (
+        *_inputs(problem),
+        dkl,
+        *_strides(dkl_strides),
+        Address("workspace", side.statistics_offset),
+        max_dkl,
+        Address("d" + dq),
+        Address("d" + dk),
+        *_strides(gradient_strides(problem, dq)),
+        *_strides(gradient_strides(problem, dk)),
+        scratch,
+        *_key_bounds(problem),
+        problem.num_heads,
+        problem.group1,
+        problem.group2,
+        problem.head_dim1,
+        problem.head_dim2,
+        num_blocks,
+        *map(_log2_scale, _factors(problem)),
+        problem.scale1 if side.side == 1 else problem.scale2,
+        *_tanh_scales(problem),
     )
 
 

@@ -70,6 +70,8 @@ BACKWARD_KERNELS = (
     "backward_fused_sm90",
     "backward_dq_sm90",
     "backward_dk_sm90",
+    "backward_dq_both_sm90",
+    "backward_dk_both_sm90",
 )
 
 
@@ -370,6 +372,46 @@ class PairWarpgroupTile:
 
 
 @dataclass(frozen=True, slots=True)
+class BothWarpgroupTile:
+    """How a block of ``backward_dq_both_sm90`` or ``backward_dk_both_sm90`` is cut: template
+    arguments by the names they have there.
+
+    ``num_consumers`` warpgroups of 64 stationary rows; ``block_cols`` streamed rows in a tile, and
+    stages of such tiles of both sides; of each side's stationary operand, steps of 16 columns that
+    live in registers.
+    """
+
+    num_consumers: int
+    block_cols: int
+    num_stages: int
+    steps1: int
+    steps2: int
+    turns: int = 1
+    logits_first: bool = False
+
+    @property
+    def stationary_rows(self) -> int:
+        return 64 * self.num_consumers
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.num_consumers + 1)
+
+    def boxes(self, kernel: str) -> tuple[int, int]:
+        rows, cols = self.stationary_rows, self.block_cols
+        return (rows, cols) if kernel == "backward_dq_both_sm90" else (cols, rows)
+
+    def shared_memory(self, kernel: str, dim1: int, dim2: int) -> int:
+        row = _panel_row_bytes(dim1) + _panel_row_bytes(dim2)
+        total = (self.stationary_rows + self.num_stages * self.block_cols) * row
+        total += PAIR_ZEROS_BYTES + 16 * (self.num_stages + 1)
+        if kernel == "backward_dk_both_sm90":
+            statistics = 2 * self.block_cols * ROW_STATISTICS_BYTES
+            total += self.num_stages * statistics + PAIR_WALK_BYTES
+        return total
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardPlan:
     """The forward, ``reduce_splits`` where blocks share a row's keys, and ``replace_lse`` where a
     log-sum-exp is given, which then finds the rows' own in the workspace."""
@@ -393,7 +435,10 @@ class ForwardPlan:
 
 @dataclass(frozen=True, slots=True)
 class SidePlan:
-    """The gradients of one side. ``dq`` and ``dk`` say which; a fused kernel gives both."""
+    """The gradients of one side. ``dq`` and ``dk`` say which; a fused kernel gives both.
+
+    What a `BothPlan` gives is not among them, but ``prepare`` also serves that.
+    """
 
     side: int
     prepare: KernelPlan | None
@@ -405,6 +450,7 @@ class SidePlan:
     key_blocks: int
     scratch_bytes: int
     heads_per_tile: int = 1  # whose queries a tile of backward_few_sm90 holds
+    statistics_offset: int = 0  # of its row statistics in the workspace
 
     @property
     def kernels(self) -> tuple[KernelPlan, ...]:
@@ -418,8 +464,23 @@ class SidePlan:
 
 
 @dataclass(frozen=True, slots=True)
+class BothPlan:
+    """Gradients of both sides in one pass: ``dq`` those of the queries, ``dk`` of the keys."""
+
+    dq: KernelPlan | None
+    dk: KernelPlan | None
+    dq_blocks: int
+    key_blocks: int
+
+    @property
+    def kernels(self) -> tuple[KernelPlan, ...]:
+        return tuple(step for step in (self.dq, self.dk) if step is not None)
+
+
+@dataclass(frozen=True, slots=True)
 class BackwardPlan:
-    """The backward: one `SidePlan` per side, one after the other in the same workspace."""
+    """The backward: one `SidePlan` per side, one after the other in the same workspace, and behind
+    them what both sides have in one pass, out of the row statistics of both."""
 
     name: str
     arch: str
@@ -429,10 +490,12 @@ class BackwardPlan:
     workspace_bytes: int
     given: tuple[str, ...] = ()
     weighted_dkl_offset: int = 0
+    both: BothPlan | None = None
 
     @property
     def kernels(self) -> tuple[KernelPlan, ...]:
-        return tuple(kernel for side in self.sides for kernel in side.kernels)
+        of_both = () if self.both is None else self.both.kernels
+        return (*(kernel for side in self.sides for kernel in side.kernels), *of_both)
 
 
 @dataclass(frozen=True, slots=True)
@@ -471,6 +534,8 @@ class Choice:
         A backward kernel; one of the portable ones keeps Hopper's out of the whole call.
     backward_tiles
         Pairs of a backward kernel and its tile.
+    both
+        Whether gradients of both sides come from one pass, where they can.
     """
 
     num_splits: int | None = None
@@ -479,8 +544,13 @@ class Choice:
     strategy: str | None = None
     backward_kernel: str | None = None
     backward_tiles: tuple[
-        tuple[str, BackwardTile | BackwardWarpgroupTile | FewTile | PairWarpgroupTile], ...
+        tuple[
+            str,
+            BackwardTile | BackwardWarpgroupTile | FewTile | PairWarpgroupTile | BothWarpgroupTile,
+        ],
+        ...,
     ] = ()
+    both: bool | None = None
 
 
 NO_CHOICE = Choice()
@@ -1065,6 +1135,8 @@ def backward(
     """
     forced, choice = _forced(force, BACKWARD_KERNELS), _override.get()
     names = tuple(sorted(wrt))
+    if given:  # which gives each side statistics of its own
+        choice = replace(choice, both=False)
     chosen = _backward(problem, device, names, strategy, deterministic, forced, choice)
     if not given:
         return chosen
@@ -1089,35 +1161,134 @@ def _backward(
     force: str | None,
     choice: Choice,
 ) -> BackwardPlan:
-    sides = tuple(
-        _side(
-            problem,
-            device,
-            side,
-            f"q{side}" in wrt,
-            f"k{side}" in wrt,
-            strategy,
-            deterministic,
-            force,
-            choice,
+    def sides_of(wanted: tuple[str, ...], both: BothPlan | None = None) -> tuple[SidePlan, ...]:
+        """Plans of the sides that `wrt` names, for the gradients that are wanted of them."""
+        return tuple(
+            _side(
+                problem,
+                device,
+                side,
+                f"q{side}" in wanted,
+                f"k{side}" in wanted,
+                strategy if both is None else "separate",
+                deterministic or both is not None,
+                force,
+                choice,
+                serves_both=both is not None,
+            )
+            for side in (2, 1)
+            if f"q{side}" in wrt or f"k{side}" in wrt
         )
-        for side in (2, 1)
-        if f"q{side}" in wrt or f"k{side}" in wrt
-    )
-    max_dkl_offset = _round_up(ROW_STATISTICS_BYTES * problem.num_rows, WORKSPACE_ALIGNMENT)
+
+    sides, both = sides_of(wrt), _both(problem, device, wrt, force, choice)
+    if both is not None and use_both(both, sides, choice):
+        left = tuple(name for name in wrt if (both.dq if name[0] == "q" else both.dk) is None)
+        sides = sides_of(left, both)
+    else:
+        left, both = wrt, None
+    statistics_bytes = ROW_STATISTICS_BYTES * problem.num_rows
+    if both is not None:
+        statistics_bytes *= 2
+    max_dkl_offset = _round_up(statistics_bytes, WORKSPACE_ALIGNMENT)
     scratch_offset = max_dkl_offset + (WORKSPACE_ALIGNMENT if problem.dtype == "float16" else 0)
     workspace = scratch_offset + max(side.scratch_bytes for side in sides)
     dims = f"d{bucket(problem.head_dim1)}x{bucket(problem.head_dim2)}"
-    parts = [
+    parts = []
+    if both is not None:
+        parts.append(f"both{'_dq' if both.dq else ''}{'_dk' if both.dk else ''}_sm90")
+    parts += [
         f"{'fused' if side.fused else 'separate'}{side.side}"
-        f"{'_dq' if f'q{side.side}' in wrt else ''}{'_dk' if f'k{side.side}' in wrt else ''}"
+        f"{'_dq' if f'q{side.side}' in left else ''}{'_dk' if f'k{side.side}' in left else ''}"
         f"_{side.generation}"
         for side in sides
+        if f"q{side.side}" in left or f"k{side.side}" in left
     ]
     guarded = "" if problem.aligned else "_guarded"
     mask = _mask_suffix(problem) + _softcap_suffix(problem)
     name = f"backward_{'_'.join(parts)}_{ELEMENTS[problem.dtype]}_{dims}{guarded}{mask}"
-    return BackwardPlan(name, device.arch, sides, max_dkl_offset, scratch_offset, workspace)
+    return BackwardPlan(
+        name, device.arch, sides, max_dkl_offset, scratch_offset, workspace, both=both
+    )
+
+
+def _both(
+    problem: Problem,
+    device: DeviceFacts,
+    wrt: tuple[str, ...],
+    force: str | None,
+    choice: Choice,
+) -> BothPlan | None:
+    """What of the wanted gradients both sides could have in one pass; None if nothing."""
+    asked = force or choice.backward_kernel
+    if choice.both is False or (asked is not None and asked.endswith("sm80")):
+        return None
+    dims = bucket(problem.head_dim1), bucket(problem.head_dim2)
+    tiles = dict(choice.backward_tiles)
+
+    def kernel(rows: str, num_rows: int, num_heads: int) -> tuple[KernelPlan | None, int]:
+        name = f"backward_d{rows}_both_sm90"
+        if not {f"{rows}1", f"{rows}2"} <= {*wrt}:
+            return None, 0
+        if reason := why_not_both(name, problem, device):
+            if asked == name:
+                raise PlanError(f"{name}: {reason}. Unset STREAMKL_FORCE to let the plan choose")
+            return None, 0
+        tile = tiles.get(name)
+        if not isinstance(tile, BothWarpgroupTile):
+            tile = both_warpgroup_tile(name, *dims, device)
+        assert tile is not None
+        num_blocks = _ceil_div(num_rows, tile.stationary_rows)
+        made = KernelPlan(
+            name,
+            both_warpgroup_template(name, problem.dtype, *dims, tile),
+            num_blocks * num_heads,
+            tile.threads,
+            tile.shared_memory(name, *dims),
+            tile.boxes(name),
+        )
+        return made, num_blocks
+
+    dq, dq_blocks = kernel("q", problem.num_queries, problem.batch * problem.num_heads)
+    dk, key_blocks = kernel("k", problem.num_keys, problem.batch * problem.num_key_heads1)
+    return BothPlan(dq, dk, dq_blocks, key_blocks) if dq or dk else None
+
+
+def why_not_both(kernel: str, problem: Problem, device: DeviceFacts) -> str:
+    """Why a kernel of both sides cannot run; empty if it can."""
+    if reason := why_not_sm90(problem, device):
+        return reason
+    if problem.num_rows == 0:
+        return "expected at least one query"
+    if problem.is_window:
+        return "expected no window and no query offset"
+    if problem.has_softcap:
+        return "expected no softcap"
+    if kernel == "backward_dk_both_sm90" and problem.group1 != problem.group2:
+        return (
+            "expected the same groups of heads on both sides; got "
+            f"{problem.group1} and {problem.group2}"
+        )
+    dims = bucket(problem.head_dim1), bucket(problem.head_dim2)
+    if both_warpgroup_tile(kernel, *dims, device) is None:
+        return f"expected head dimensions whose tile fits; got {dims[0]} and {dims[1]}"
+    return ""
+
+
+def use_both(both: BothPlan, sides: tuple[SidePlan, ...], choice: Choice) -> bool:
+    """Whether one pass for both sides takes the place of one for each.
+
+    It does wherever the separate kernels of Hopper would run for each: four products instead of
+    six, and exponentials once.
+    """
+    replaced: list[KernelPlan] = []
+    for side in sides:
+        for step, instead in ((side.dq, both.dq), (side.dk, both.dk), (side.fused, both)):
+            if step is not None and instead is not None:
+                replaced.append(step)
+    if choice.both is not None:
+        return choice.both
+    named = dict(choice.backward_tiles)
+    return all(step.kernel in PAIR_KERNELS and step.kernel not in named for step in replaced)
 
 
 def _side(
@@ -1130,6 +1301,7 @@ def _side(
     deterministic: bool,
     force: str | None,
     choice: Choice,
+    serves_both: bool = False,
 ) -> SidePlan:
     if force is None:
         choice = _with_tuned_backward(
@@ -1225,12 +1397,26 @@ def _side(
         )
     prepare = None
     if problem.num_rows > 0:
-        weighted = any(step is not None and step.boxes is not None for step in (fused, dq, dk))
+        weighted = serves_both or any(
+            step is not None and step.boxes is not None for step in (fused, dq, dk)
+        )
         grid = _ceil_div(problem.num_rows, PREPARE_THREADS)
         template = (("kSide", side), ("kIsWeighted", weighted))
         prepare = KernelPlan("backward_prepare", template, grid, PREPARE_THREADS, 0)
+    # Those of side 2 come first.
+    offset = ROW_STATISTICS_BYTES * problem.num_rows if serves_both and side == 1 else 0
     return SidePlan(
-        side, prepare, fused, finish, dq, dk, dq_blocks, key_blocks, scratch, heads_per_tile
+        side,
+        prepare,
+        fused,
+        finish,
+        dq,
+        dk,
+        dq_blocks,
+        key_blocks,
+        scratch,
+        heads_per_tile,
+        offset,
     )
 
 
@@ -1593,6 +1779,60 @@ def pair_warpgroup_template(
     )
 
 
+# Hopper's kernels of both sides.
+BOTH_KERNELS = ("backward_dq_both_sm90", "backward_dk_both_sm90")
+
+
+def both_warpgroup_tile(
+    kernel: str, dim1: int, dim2: int, device: DeviceFacts
+) -> BothWarpgroupTile | None:
+    """Choose the tile of a kernel of both sides; None if none fits the card."""
+    for tile in both_warpgroup_tiles(kernel, dim1, dim2):
+        if tile.shared_memory(kernel, dim1, dim2) <= device.shared_memory_per_block:
+            return tile
+    return None
+
+
+def both_warpgroup_tiles(kernel: str, dim1: int, dim2: int) -> Iterator[BothWarpgroupTile]:
+    """Tiles for a pair of buckets, the fastest first.
+
+    Sums of more than 256 columns in all leave no registers for the logits; those of more than 192
+    leave room for the logits of both sides beside the gradients of the tile before only in dQ's
+    kernel, and there in narrow tiles.
+    """
+    sums = (dim1 + dim2) // 2
+    if sums > 128:
+        return
+    is_dq = kernel == "backward_dq_both_sm90"
+    logits_first = is_dq or sums <= 96
+    cols = 64 if sums <= 96 or not is_dq else 48
+    steps = 8 if sums <= 64 else 2 if is_dq or not logits_first else 0
+    steps1 = min(-(-steps // 2), dim1 // 16) if steps > 2 else min(steps, dim1 // 16)
+    steps2 = min(steps - steps1, dim2 // 16)
+    turns = (1 if cols == 64 else 0) if is_dq else 2
+    for num_stages in (6, 5, 4, 3, 2):
+        yield BothWarpgroupTile(2, cols, num_stages, steps1, steps2, turns, logits_first)
+
+
+def both_warpgroup_template(
+    kernel: str, dtype: str, dim1: int, dim2: int, tile: BothWarpgroupTile
+) -> Template:
+    """Template arguments of a kernel of both sides."""
+    streamed = "K" if kernel == "backward_dq_both_sm90" else "Q"
+    return (
+        ("Element", ELEMENTS[dtype]),
+        ("kHeadDim1", dim1),
+        ("kHeadDim2", dim2),
+        ("kNumConsumers", tile.num_consumers),
+        (f"kBlock{streamed}", tile.block_cols),
+        ("kNumStages", tile.num_stages),
+        ("kSteps1", tile.steps1),
+        ("kSteps2", tile.steps2),
+        ("kTurns", tile.turns),
+        ("kLogitsFirst", tile.logits_first),
+    )
+
+
 def _best_that_fits(
     kernel: str,
     dims: tuple[int, int],
@@ -1816,7 +2056,8 @@ def tile_candidates(
     | BackwardTile
     | BackwardWarpgroupTile
     | FewTile
-    | PairWarpgroupTile,
+    | PairWarpgroupTile
+    | BothWarpgroupTile,
     ...,
 ]:
     """Every tile of a kernel that fits the card, not only the one that the plan takes.
@@ -1852,6 +2093,9 @@ def tile_candidates(
         fixed, trained = _fixed_and_trained(*dims, side)
         pair = pair_warpgroup_tiles(kernel, fixed, trained, problem.has_softcap)
         return tuple(tile for tile in pair if tile.shared_memory(kernel, fixed, trained) <= limit)
+    if kernel in BOTH_KERNELS:
+        both = both_warpgroup_tiles(kernel, *dims)
+        return tuple(tile for tile in both if tile.shared_memory(kernel, *dims) <= limit)
     if kernel == "backward_few_sm90":
         num_rows = few_rows(problem, side)
         wide_enough = (tile for tile in few_tiles(*dims, side) if tile.rows >= num_rows)
@@ -1996,7 +2240,13 @@ def _specialisations(
                         dtype, dim1, dim2, aligned, is_window, device, has_entropy, has_softcap
                     ):
                         found[kernel, template] = None
-                for kernel, side in itertools.product(BACKWARD_KERNELS, (1, 2)):
+                for kernel in BOTH_KERNELS if arch == "sm_90a" and not is_window else ():
+                    both = both_warpgroup_tile(kernel, dim1, dim2, device)
+                    if both is not None:
+                        template = both_warpgroup_template(kernel, dtype, dim1, dim2, both)
+                        found[kernel, template] = None
+                of_a_side = (kernel for kernel in BACKWARD_KERNELS if kernel not in BOTH_KERNELS)
+                for kernel, side in itertools.product(of_a_side, (1, 2)):
                     if kernel == "backward_few_sm90":
                         alone = ((True, False), (False, True)) * ((dim1, dim2) in in_full)
                         for few in few_of_each_size(dim1, dim2, side, device):

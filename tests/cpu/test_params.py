@@ -46,6 +46,7 @@ PACKED = {
     "ForwardParams": launch.FORWARD_PARAMS,
     "PrepareParams": launch.PREPARE_PARAMS,
     "BackwardParams": launch.BACKWARD_PARAMS,
+    "BothParams": launch.BOTH_PARAMS,
     "FinishParams": launch.FINISH_PARAMS,
     "MergeParams": launch.MERGE_PARAMS,
     "ReplaceParams": launch.REPLACE_PARAMS,
@@ -91,7 +92,7 @@ def test_every_struct_is_packed() -> None:
     used = {
         name
         for path in SOURCES.glob("*.cu")
-        for name in re.findall(r"\(const (\w+) params\)", path.read_text())
+        for name in re.findall(r"\bconst (?:__grid_constant__ )?(\w+) params\)", path.read_text())
     }
     assert used == set(PACKED)
 
@@ -322,6 +323,62 @@ def test_backward_packs_each_value_in_its_field(driver: Driver, dtype: str, stra
                 assert step.kernel == f"backward_{kernel}_sm80"
                 assert values("BackwardParams", step.params) == expected
     assert next(seen, None) is None
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_one_pass_for_both_sides_has_the_parameters_of_both(driver: Driver, dtype: str) -> None:
+    keys = {"num_key_heads1": 3, "num_key_heads2": 3}
+    problem = dataclasses.replace(
+        distinct_problem(dtype), aligned=True, window=NO_WINDOW, q_offset=None, **keys
+    )
+    chosen = plan.backward(problem, CARD, INPUTS, deterministic=True)
+    launch.backward(chosen, problem, DKL, 0).launch(POINTERS, WORKSPACE, 0)
+    *prepared, of_queries, of_keys = driver.seen
+    max_dkl = WORKSPACE + chosen.max_dkl_offset if dtype == "float16" else 0
+    statistics = {2: WORKSPACE, 1: WORKSPACE + 16 * problem.num_rows}
+    assert [step for step in prepared if isinstance(step, Cleared)] == (
+        2 * [Cleared(max_dkl, 4, 0)] if max_dkl else []
+    )
+    launches = [step for step in prepared if not isinstance(step, Cleared)]
+    for side, step in zip((2, 1), launches, strict=True):
+        assert step.kernel == "backward_prepare"
+        packed = values("PrepareParams", step.params)
+        assert (packed["row_statistics"], packed["max_dkl"]) == (statistics[side], max_dkl)
+    assert chosen.both is not None
+    for step, rows_of, num_blocks in (
+        (of_queries, "q", chosen.both.dq_blocks),
+        (of_keys, "k", chosen.both.key_blocks),
+    ):
+        assert step.kernel == f"backward_d{rows_of}_both_sm90"
+        size = launch.BACKWARD_PARAMS.size
+        assert len(step.params) == 2 * size
+        for side, params in ((1, step.params[:size]), (2, step.params[size:])):
+            dq, dk = f"q{side}", f"k{side}"
+            assert values("BackwardParams", params) == {
+                **common(problem),
+                "group1": 4,
+                "range.is_causal": 1,
+                "range.begin_lag": 700,
+                "range.end_lag": 700 - 3000,
+                "dkl": POINTERS["dkl"],
+                **rows("dkl_rows", DKL),
+                "row_statistics": statistics[side],
+                "max_dkl": max_dkl,
+                "dq": POINTERS["d" + dq],
+                "dk": POINTERS["d" + dk],
+                **rows("dq_rows", gradient_strides(problem, dq)),
+                **rows("dk_rows", gradient_strides(problem, dk)),
+                "dq_scratch": 0,
+                "num_blocks": num_blocks,
+                "gradient_scale": pytest.approx(0.11 if side == 1 else -0.23, rel=1e-7),
+            }
+        box_q, box_k = (128, 64) if rows_of == "q" else (64, 128)
+        assert [(one["pointer"], one["box"]) for one in step.maps] == [
+            (POINTERS["q1"], box_q),
+            (POINTERS["k1"], box_k),
+            (POINTERS["q2"], box_q),
+            (POINTERS["k2"], box_k),
+        ]
 
 
 def test_hopper_backward_brings_its_maps(driver: Driver) -> None:

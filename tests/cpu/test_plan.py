@@ -332,6 +332,13 @@ def sides_of(wrt: tuple[str, ...]) -> list[int]:
     return [side for side in (2, 1) if f"q{side}" in wrt or f"k{side}" in wrt]
 
 
+def left_to_sides(chosen: BackwardPlan, wrt: tuple[str, ...]) -> set[str]:
+    """The wanted gradients that no kernel of both sides gives."""
+    both = chosen.both
+    taken = "" if both is None else ("q" if both.dq else "") + ("k" if both.dk else "")
+    return {name for name in wrt if name[0] not in taken}
+
+
 @given(problem=problems(), card=CARD, wrt=WRT, strategy=STRATEGY, deterministic=st.booleans())
 @settings(max_examples=300, deadline=None)
 def test_backward(
@@ -344,8 +351,9 @@ def test_backward(
     assert chosen == plan.backward(problem, card, wrt[::-1], **options)
     assert_launchable(chosen.kernels, card)
     assert [side.side for side in chosen.sides] == sides_of(wrt)
+    left = left_to_sides(chosen, wrt)
     for side in chosen.sides:
-        wants_dq, wants_dk = f"q{side.side}" in wrt, f"k{side.side}" in wrt
+        wants_dq, wants_dk = f"q{side.side}" in left, f"k{side.side}" in left
         key_heads = problem.num_key_heads1 if side.side == 1 else problem.num_key_heads2
         head_dim = problem.head_dim1 if side.side == 1 else problem.head_dim2
         for kernel in side.kernels:
@@ -408,15 +416,18 @@ def assert_tile_fits_kernel(kernel: KernelPlan) -> None:
 
 def assert_regions(problem: Problem, chosen: BackwardPlan) -> None:
     """Row statistics, the largest |dkl| and the scratch lie apart in the workspace."""
-    assert chosen.max_dkl_offset >= 16 * problem.num_rows
+    statistics = 16 * problem.num_rows * (1 if chosen.both is None else 2)
+    offsets = [side.statistics_offset for side in chosen.sides]
+    assert offsets == ([0] * len(offsets) if chosen.both is None else [0, 16 * problem.num_rows])
+    assert chosen.max_dkl_offset >= statistics
     assert chosen.max_dkl_offset % plan.WORKSPACE_ALIGNMENT == 0
     assert chosen.scratch_offset % plan.WORKSPACE_ALIGNMENT == 0
     needed = 4 if problem.dtype == "float16" else 0
     assert chosen.scratch_offset >= chosen.max_dkl_offset + needed
     largest = max(side.scratch_bytes for side in chosen.sides)
     assert chosen.workspace_bytes == chosen.scratch_offset + largest
-    # And no more than that: 16 bytes a row, and the rounding.
-    assert chosen.scratch_offset <= 16 * problem.num_rows + 2 * plan.WORKSPACE_ALIGNMENT
+    # And no more than that: 16 bytes a row (of a side, if one pass reads both), and the rounding.
+    assert chosen.scratch_offset <= statistics + 2 * plan.WORKSPACE_ALIGNMENT
 
 
 @given(problem=problems(), card=CARD, wrt=WRT, deterministic=st.booleans())
@@ -424,14 +435,19 @@ def test_backward_name(
     problem: Problem, card: DeviceFacts, wrt: tuple[str, ...], deterministic: bool
 ) -> None:
     chosen = plan.backward(problem, card, wrt, deterministic=deterministic)
-    sides = "_".join(
+    left, parts = left_to_sides(chosen, wrt), []
+    if (both := chosen.both) is not None:
+        parts.append("both" + ("_dq" if both.dq else "") + ("_dk" if both.dk else "") + "_sm90")
+    parts += [
         ("fused" if side.fused else "separate")
         + str(side.side)
-        + ("_dq" if f"q{side.side}" in wrt else "")
-        + ("_dk" if f"k{side.side}" in wrt else "")
+        + ("_dq" if f"q{side.side}" in left else "")
+        + ("_dk" if f"k{side.side}" in left else "")
         + f"_{side.generation}"
         for side in chosen.sides
-    )
+        if {f"q{side.side}", f"k{side.side}"} & left
+    ]
+    sides = "_".join(parts)
     element = {"bfloat16": "bf16", "float16": "fp16"}[problem.dtype]
     dims = f"d{plan.bucket(problem.head_dim1)}x{plan.bucket(problem.head_dim2)}"
     guarded = "" if problem.aligned else "_guarded"
@@ -599,7 +615,8 @@ def test_candidates_on_hopper_are_of_both_generations() -> None:
     problem = hopper_problem(num_queries=4096, num_keys=4096)
     found = plan.backward_candidates(problem, H200, ("q2", "k2"))
     kernels = {kernel.kernel for chosen in found for kernel in chosen.kernels}
-    assert set(plan.BACKWARD_KERNELS) - {"backward_few_sm90"} <= kernels
+    of_others = {"backward_few_sm90", *plan.BOTH_KERNELS}
+    assert set(plan.BACKWARD_KERNELS) - of_others <= kernels
     entry = next(c for c in found.values() if c.strategy == "fused" and c.backward_kernel)
     assert plan.backward(problem, tuned(H200, problem, entry, wrt=("q2", "k2")), ("q2", "k2")) in [
         chosen for chosen, choice in found.items() if choice == entry
@@ -737,8 +754,11 @@ def test_declared_covers_what_it_promises(arch: str) -> None:
                 if name == kernel
                 and (cut["kHeadDim1"], cut["kHeadDim2"], cut["Element"]) == (dim, dim, element)
             }
-            expected: set[int | None] = {None} if kernel.startswith("forward") else {1, 2}
+            is_of_both = kernel.startswith("forward") or kernel in plan.BOTH_KERNELS
+            expected: set[int | None] = {None} if is_of_both else {1, 2}
             if kernel == "backward_fused_sm90" and not has_fused_tile(dim, dim, 2):
+                expected = set()
+            if kernel in plan.BOTH_KERNELS and dim > 128:
                 expected = set()
             assert sides == expected, (kernel, dim)
         assert ("backward_finish", {"Element": element, "kHeadDim": dim}) in cuts
@@ -1016,9 +1036,11 @@ def test_hopper_backward(problem: Problem, wrt: tuple[str, ...], strategy: str) 
         wide = [kernel for kernel in side.kernels if kernel.kernel.endswith("sm90")]
         # What a kernel of Hopper reads of a row is not what a portable one does.
         assert side.generation == ("sm90" if wide else "sm80")
-        assert f"_{side.generation}" in chosen.name
+        is_left = {f"q{side.side}", f"k{side.side}"} & left_to_sides(chosen, wrt)
+        assert f"_{side.generation}" in chosen.name or not is_left
         if side.prepare is not None:
-            assert arguments(side.prepare)["kIsWeighted"] == bool(wide)
+            is_wide = bool(wide) or chosen.both is not None
+            assert arguments(side.prepare)["kIsWeighted"] == is_wide
         if side.fused is None:
             continue
         few = problem.num_queries <= plan.FEW_FUSED_QUERIES
@@ -1244,7 +1266,7 @@ def test_few_queries_on_many_keys_take_their_own_kernel(
             "backward_few_sm90",
         ]
     for kernel in plan.backward(problem, HOPPER, wrt, deterministic=True).kernels:
-        assert kernel.kernel in ("backward_prepare", *plan.PAIR_KERNELS)
+        assert kernel.kernel in ("backward_prepare", *plan.PAIR_KERNELS, *plan.BOTH_KERNELS)
 
 
 @pytest.mark.parametrize(
@@ -1475,4 +1497,142 @@ def test_shared_memory_of_the_pair(tmp_path: Path) -> None:
         dims = int(cut["kHeadDim1"]), int(cut["kHeadDim2"])
         fixed, trained = dims if cut["kSide"] == 2 else dims[::-1]
         assert tile.shared_memory(name, fixed, trained) == total
+        assert all(offset % 1024 == 0 for offset in offsets)
+
+
+# -------------------------------------------------- backward_dq_both_sm90, backward_dk_both_sm90
+
+
+@given(problem=problems(**HOPPER_ROWS, aligned=True), wrt=WRT)
+@settings(max_examples=300)
+def test_one_pass_for_both_sides(problem: Problem, wrt: tuple[str, ...]) -> None:
+    chosen = plan.backward(problem, HOPPER, wrt, deterministic=True)
+    fits = plan.bucket(problem.head_dim1) + plan.bucket(problem.head_dim2) <= 256
+    can = fits and problem.num_rows > 0 and problem.num_keys > 0 and not problem.is_window
+    has_dq = can and {"q1", "q2"} <= set(wrt)
+    has_dk = can and {"k1", "k2"} <= set(wrt) and problem.group1 == problem.group2
+    assert (chosen.both is not None) == (has_dq or has_dk)
+    if chosen.both is None:
+        return
+    assert (chosen.both.dq is not None, chosen.both.dk is not None) == (has_dq, has_dk)
+    assert chosen.kernels[-len(chosen.both.kernels) :] == chosen.both.kernels
+    for side in chosen.sides:
+        assert side.fused is None
+        assert side.prepare is not None
+        assert arguments(side.prepare) == {"kSide": side.side, "kIsWeighted": True}
+        # A gradient comes from one kernel.
+        assert (side.dq is not None) == (f"q{side.side}" in wrt and not has_dq)
+        assert (side.dk is not None) == (f"k{side.side}" in wrt and not has_dk)
+    for kernel, num_rows, heads, num_blocks in (
+        (chosen.both.dq, problem.num_queries, problem.num_heads, chosen.both.dq_blocks),
+        (chosen.both.dk, problem.num_keys, problem.num_key_heads1, chosen.both.key_blocks),
+    ):
+        if kernel is None:
+            continue
+        cut = arguments(kernel)
+        rows, cols = 64 * cut["kNumConsumers"], cut.get("kBlockK", cut.get("kBlockQ"))
+        assert kernel.block == 128 * (cut["kNumConsumers"] + 1)
+        assert kernel.boxes == ((rows, cols) if "kBlockK" in cut else (cols, rows))
+        assert num_blocks == ceil_div(num_rows, rows)
+        assert kernel.grid == problem.batch * heads * num_blocks
+        assert cut["kSteps1"] <= plan.bucket(problem.head_dim1) // 16
+        assert cut["kSteps2"] <= plan.bucket(problem.head_dim2) // 16
+
+
+def test_both_sides_stay_apart_where_that_is_asked_for() -> None:
+    problem = hopper_problem(num_keys=4096)
+    pair = ["backward_dq_sm90", "backward_dk_sm90"]
+
+    def kernels(**options: Any) -> list[str]:
+        chosen = plan.backward(problem, HOPPER, INPUTS, **options)
+        names = [kernel.kernel for kernel in chosen.kernels]
+        return [name for name in names if name != "backward_prepare"]
+
+    assert kernels(strategy="separate") == list(plan.BOTH_KERNELS)
+    assert kernels(deterministic=True, given=("lse2",)) == 2 * pair
+    assert kernels(strategy="fused") == 2 * ["backward_fused_sm90", "backward_finish"]
+    assert "backward_dq_sm80" in kernels(deterministic=True, force="backward_dq_sm80")
+    with plan.override(both=False):
+        assert kernels(deterministic=True) == 2 * pair
+    # What measures a tile of a kernel gets that kernel.
+    tile = plan.PairWarpgroupTile(2, 32, 2, 2, 1, 2)
+    with plan.override(backward_tiles={"backward_dq_sm90": tile}):
+        assert kernels(deterministic=True) == 2 * pair
+    with plan.override(both=True):
+        assert kernels() == list(plan.BOTH_KERNELS)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "changes", "text"),
+    [
+        ("backward_dq_both_sm90", {"head_dim1": 256}, "head dimensions whose tile fits"),
+        ("backward_dq_both_sm90", {"window": (64, 64)}, "no window"),
+        ("backward_dk_both_sm90", {"num_heads": 8, "num_key_heads1": 4}, "the same groups"),
+    ],
+)
+def test_a_kernel_of_both_sides_that_cannot_run_says_why(
+    kernel: str, changes: dict[str, Any], text: str
+) -> None:
+    problem = hopper_problem(**changes)
+    with pytest.raises(PlanError, match=rf"^{kernel}: expected .*{text}.* Unset STREAMKL_FORCE"):
+        plan.backward(problem, HOPPER, INPUTS, force=kernel)
+    # For fewer gradients it is not asked.
+    plan.backward(problem, HOPPER, ("q2", "k2"), force=kernel)
+
+
+@pytest.mark.parametrize("kernel", plan.BOTH_KERNELS)
+def test_override_of_the_tile_of_both_sides(kernel: str) -> None:
+    tile = plan.BothWarpgroupTile(2, 48, 3, 1, 2)
+    assert tile not in plan.tile_candidates(kernel, hopper_problem(), HOPPER)
+    with plan.override(backward_tiles={kernel: tile}):
+        chosen = plan.backward(hopper_problem(), HOPPER, INPUTS, deterministic=True)
+    cut = next(arguments(one) for one in chosen.kernels if one.kernel == kernel)
+    assert tuple(cut.values())[3:] == dataclasses.astuple(tile)
+
+
+def both_layout_source(kernels: Sequence[plan.Specialisation]) -> str:
+    """C++ with the bytes of shared memory of each, and where its swizzled buffers begin."""
+    read = {
+        name: re.sub(r"//.*", "", (jit.source_directory() / name).read_text())
+        for name in ("warpgroup.cuh", "row_statistics.cuh", "pipeline.cuh", "backward_both.cuh")
+    }
+    panel = braces(read["warpgroup.cuh"], "struct PanelTile")
+    ring = value_of(braces(read["pipeline.cuh"], "struct Ring"), "kBytes")
+    parts = [
+        '#include "base.cuh"',
+        braces(read["row_statistics.cuh"], r"struct alignas\(16\) WeightedStatistics"),
+        re.sub(r"template <int kRows>.*", "};", panel, flags=re.DOTALL),
+        f"template <int kNumStages> struct Ring {{ static constexpr int kBytes = {ring}; }};",
+        "template <int, int, int> struct PanelMixed;",
+        braces(read["backward_both.cuh"], "enum TurnsOf"),
+        braces(read["backward_both.cuh"], "struct BothTraits"),
+    ]
+    rows = []
+    for name, template in kernels:
+        values = [str(value) for _, value in template[1:]]
+        values.append("true" if name == "backward_dk_both_sm90" else "false")
+        traits = f"BothTraits<{', '.join(values)}>"
+        rows.append(
+            f"{{{traits}::kSmemBytes, {traits}::kRows2Offset, {traits}::kRingOffset, "
+            f"{traits}::kZerosOffset, {traits}::kTile1Bytes, {traits}::kTile2Bytes}}"
+        )
+    parts.append(f'extern "C" const int layouts[][6] = {{{", ".join(rows)}}};')
+    return "\n".join(parts) + "\n"
+
+
+@pytest.mark.skipif(
+    host_compiler.missing_compiler() is not None, reason=str(host_compiler.missing_compiler())
+)
+def test_shared_memory_of_both_sides(tmp_path: Path) -> None:
+    kernels = [one for one in plan.specialisations("sm_90a") if one[0] in plan.BOTH_KERNELS]
+    source = tmp_path / "both.cpp"
+    source.write_text(both_layout_source(kernels))
+    layouts = (ctypes.c_int * 6 * len(kernels)).in_dll(
+        host_compiler.load(source, tmp_path), "layouts"
+    )
+    for (name, template), (total, *offsets) in zip(kernels, layouts, strict=True):
+        cut = dict(template)
+        tile = plan.BothWarpgroupTile(*(int(value) for _, value in template[3:]))
+        planned = tile.shared_memory(name, int(cut["kHeadDim1"]), int(cut["kHeadDim2"]))
+        assert planned == total, jit.render(name, template)
         assert all(offset % 1024 == 0 for offset in offsets)

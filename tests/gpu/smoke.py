@@ -38,6 +38,8 @@ RUNS = (
     ("float16", {"num_queries": 3, "num_keys": 300}, {"causal": True}, 1, 0),
     ("bfloat16", {"num_queries": 100, "num_keys": 90}, {"causal": True}, 1, 2),
     ("float16", {"num_queries": 130, "num_keys": 150}, {"causal": True}, 1, 0),
+    ("bfloat16", {"num_queries": 200, "num_keys": 170}, {"causal": True}, 1, 0),
+    ("float16", {"num_queries": 170, "num_keys": 200}, {}, 1, 0),
     ("bfloat16", {"num_queries": 400, "num_keys": 300}, {"window": (40, 30)}, 1, 0),
     ("bfloat16", {"num_queries": 100, "num_keys": 90}, {"window": (20, 5), "q_offset": 30}, 2, 2),
     ("float16", {"num_queries": 3, "num_keys": 600}, {"window": (300, 0)}, 2, 0),
