@@ -1029,8 +1029,9 @@ def forward_tiles(
     if num_rows <= FEW_QUERIES:
         return (ForwardTile(2, 2, 2, 64, 32, 2, False), ForwardTile(1, 4, 1, 32, 32, 2, True))
     if total <= 128:
-        # A window's two ends, or one sum a row more, spill beside 64 columns of logits.
-        return (ForwardTile(2, 4, 1, 64, 32 if is_window or has_entropy else 64, 2, True),)
+        # A window's two ends, one sum a row more, or a tanh spill beside 64 columns of logits.
+        chunk_k = 32 if is_window or has_entropy or has_softcap else 64
+        return (ForwardTile(2, 4, 1, 64, chunk_k, 2, True),)
     if total <= 256:
         return (ForwardTile(2, 4, 1, 32, 32, 2, False), ForwardTile(2, 4, 1, 32, 16, 2, True))
     return (ForwardTile(1, 4, 1, 32, 32, 2, True), ForwardTile(1, 4, 1, 16, 16, 2, True))

@@ -1426,7 +1426,7 @@ def test_override_of_the_tile_of_the_pair() -> None:
     with plan.override(backward_tiles=dict.fromkeys(plan.PAIR_KERNELS, tile)):
         chosen = plan.backward(hopper_problem(), HOPPER, ("q2", "k2"), deterministic=True)
     for kernel in chosen.kernels[1:]:
-        assert tuple(value for _, value in kernel.template[4:-1]) == dataclasses.astuple(tile)
+        assert tuple(value for _, value in kernel.template[4:-2]) == dataclasses.astuple(tile)
 
 
 @pytest.mark.parametrize("job", ["dq", "dk"])
