@@ -24,7 +24,7 @@
 #include "smem.cuh"
 
 template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kRowTiles, int kNumWarps,
-          int kBlockQ, int kChunkQ, int kNumStages, bool kIsAligned, bool kIsWindow>
+          int kBlockQ, int kChunkQ, int kNumStages, bool kIsAligned, Mask kMask>
 __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     backward_dk_sm80(const BackwardParams params) {
     using Tile =
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     const uint32 sRing = sK1 + Tile::kStationaryBytes;
 
     __shared__ Block block;
-    const auto& range = range_of<KeyRange<kIsWindow>>(params.range);
+    const auto& range = range_of_entry<kMask>(params, batch_of_keys<kSide>(params, blockIdx.x));
     if (threadIdx.x == 0) block.init(params, range);
     __syncthreads();
     const int first_key = block.first_key + warp_id() * Tile::kRowsPerWarp;
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
         SKL_NO_UNROLL
         for (int chunk = 0; chunk < kBlockQ; chunk += kChunkQ) {
             const int first = first_query + chunk, last = first + kChunkQ - 1;
-            const Interval any = range.any_of(first, last), all = range.all_of(first, last);
+            const Interval any = range.any_of(first, last);
             if (first >= range.num_queries || first_key >= any.end ||
                 first_key + Tile::kRowsPerWarp <= any.begin)
                 continue;
@@ -101,8 +101,7 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
             auto& ds = kSide == 1 ? s2 : s1;
             transposed_gradients<kSide>(ds, s1, s2, rows, chunk, params, factor);
             bool leaks = false;
-            if (first_key < all.begin || first_key + Tile::kRowsPerWarp > all.end ||
-                last >= range.num_queries) {
+            if (is_border(range, first_key, Tile::kRowsPerWarp, first, kChunkQ)) {
                 leaks = mask_transposed(ds, range, first_key, first);
             }
             if constexpr (kNeedsRunningFactor<Element, kSide>) fit_to_fp16(ds, dk, factor);

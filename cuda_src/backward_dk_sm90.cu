@@ -61,10 +61,7 @@ struct KeyRows {
         }
     }
     SKL_DEVICE bool is_border() const {
-        const int last = first_query + kBlockQ - 1;
-        const Interval all = range.all_of(first_query, last);
-        return first_of_group < all.begin || first_of_group + 64 > all.end ||
-               last >= range.num_queries;
+        return ::is_border(range, first_of_group, 64, first_query, kBlockQ);
     }
     SKL_DEVICE bool mask(float (&ds)[2][kBlockQ / 4], const float (&)[2][kBlockQ / 4]) const {
         return mask_transposed(ds, range, first_of_group + 16 * (warp_id() % 4), first_query);
@@ -103,7 +100,7 @@ SKL_DEVICE void produce(const InputMaps& maps, const BackwardParams& params, Pai
 }
 
 template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kNumConsumers, int kBlockQ,
-          int kFixedStages, int kTrainedStages, int kFixedSteps, int kTrainedSteps, bool kIsWindow>
+          int kFixedStages, int kTrainedStages, int kFixedSteps, int kTrainedSteps, Mask kMask>
 __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     backward_dk_sm90(const __grid_constant__ InputMaps maps,
                      const __grid_constant__ BackwardParams params) {
@@ -116,8 +113,8 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     using Walk = QueryWalk<kSide, Traits::kBlockRows, kBlockQ>;
     static_assert(sizeof(Walk) <= Traits::kWalkBytes, "the walk fits its place");
     Walk& walk = *reinterpret_cast<Walk*>(smem_bytes + Traits::kWalkOffset);
-    using Range = KeyRange<kIsWindow>;
-    const Range& range = range_of<Range>(params.range);
+    using Range = KeyRange<kMask>;
+    const Range& range = range_of_entry<kMask>(params, batch_of_keys<kSide>(params, blockIdx.x));
     if (threadIdx.x == 0) walk.start(params, range, blockIdx.x);
     const int warpgroup = warp_id() / 4;
     smem.init();

@@ -21,7 +21,7 @@
 #include "smem.cuh"
 
 template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kRowTiles, int kNumWarps,
-          int kBlockK, int kChunkK, int kNumStages, bool kIsAligned, bool kIsWindow>
+          int kBlockK, int kChunkK, int kNumStages, bool kIsAligned, Mask kMask>
 __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     backward_dq_sm80(const BackwardParams params) {
     using Tile =
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
               head_idx = head_of_batch % params.num_heads;
     const int first_query = block_idx * Tile::kBlockRows;
     const int first_row = first_query + warp_id() * Tile::kRowsPerWarp;
-    const auto& range = range_of<KeyRange<kIsWindow>>(params.range);
+    const auto& range = range_of_entry<kMask>(params, batch_idx);
 
     // 1. The queries and their statistics.
     const RowsOfHead gQ1 =

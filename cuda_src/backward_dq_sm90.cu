@@ -79,7 +79,7 @@ struct QueryRows {
 };
 
 template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kNumConsumers, int kBlockK,
-          int kFixedStages, int kTrainedStages, int kFixedSteps, int kTrainedSteps, bool kIsWindow>
+          int kFixedStages, int kTrainedStages, int kFixedSteps, int kTrainedSteps, Mask kMask>
 __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     backward_dq_sm90(const __grid_constant__ InputMaps maps,
                      const __grid_constant__ BackwardParams params) {
@@ -93,8 +93,8 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     const int batch_idx = head_of_batch / params.num_heads,
               head_idx = head_of_batch % params.num_heads;
     const int first_query = block_idx * Traits::kBlockRows;
-    using Range = KeyRange<kIsWindow>;
-    const Range& range = range_of<Range>(params.range);
+    using Range = KeyRange<kMask>;
+    const Range& range = range_of_entry<kMask>(params, batch_idx);
     const auto [tile_begin, tile_end] =
         tiles_of<kBlockK>(range, first_query, first_query + Traits::kBlockRows - 1);
     const int warpgroup = warp_id() / 4;

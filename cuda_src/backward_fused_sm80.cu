@@ -31,7 +31,7 @@
 #include "smem.cuh"
 
 template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kRowTiles, int kNumWarps,
-          int kBlockQ, int kNumStages, bool kHasDk, bool kIsAligned, bool kIsWindow>
+          int kBlockQ, int kNumStages, bool kHasDk, bool kIsAligned, Mask kMask>
 __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     backward_fused_sm80(const BackwardParams params) {
     using Tile =
@@ -49,7 +49,8 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     const uint32 sRing = sK1 + Tile::kStationaryBytes, sGradient = sK1 + kGradientOffset;
 
     __shared__ Block block;
-    const auto& range = range_of<KeyRange<kIsWindow>>(params.range);
+    using Range = KeyRange<kMask>;
+    const Range& range = range_of_entry<kMask>(params, batch_of_keys<kSide>(params, blockIdx.x));
     if (threadIdx.x == 0) block.init(params, range);
     __syncthreads();
     const int first_key = block.first_key + warp_id() * Tile::kRowsPerWarp;
@@ -78,10 +79,19 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     float dk[kLines][kHeadDim / 4];
     clear(dk);
 
+    bool has_broken = false;
+    if constexpr (Range::kIsRagged) {
+        cp_async_wait<0>();
+        __syncthreads();
+        has_broken = __syncthreads_or(
+            has_broken_keys<Element, kHeadDim, Tile::kBlockRows, Tile::kNumThreads>(
+                smem + (kSide == 1 ? 0 : Tile::kStationary1Bytes)));
+    }
+
     int stage = 0;
     SKL_NO_UNROLL
     for (QueryTile tile = block.first_tile(); !block.is_past(tile); tile = block.next(tile)) {
-        const int first_query = tile.first_query, last_query = first_query + kBlockQ - 1;
+        const int first_query = tile.first_query;
         if (block.exchanges_keys(params, tile)) {
             __syncthreads();
             block.template load_keys<3 - kSide>(params, kSide == 1 ? sK2 : sK1, tile.head_idx);
@@ -104,11 +114,12 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
         compute_scores<Element, kHeadDim2, kRowTiles, kBlockQ>(s2, keys2, sQ2, lane2);
         // 4. Their gradients, written over the logits of the other side.
         auto& ds = kSide == 1 ? s2 : s1;
-        const Interval all = range.all_of(first_query, last_query);
-        const bool is_border = first_key < all.begin || first_key + Tile::kRowsPerWarp > all.end ||
-                               last_query >= range.num_queries;
+        const bool has_border =
+            is_border(range, first_key, Tile::kRowsPerWarp, first_query, kBlockQ);
         transposed_gradients<kSide>(ds, s1, s2, rows, 0, params, factor);
-        const bool leaks = is_border && mask_transposed(ds, range, first_key, first_query);
+        bool leaks = has_border && mask_transposed(ds, range, first_key, first_query);
+        // An Inf in a key that a query does not see may leave no trace in dS.
+        if constexpr (Range::kIsRagged) leaks |= has_border && has_broken;
         if constexpr (kNeedsRunningFactor<Element, kSide>) {
             // All warps add to one dQ, so they share one factor.
             if (threadIdx.x == 0) sLargest = 0;

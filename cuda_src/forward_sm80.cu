@@ -67,7 +67,7 @@ struct ForwardTraits {
 
 template <class Element, int kHeadDim1, int kHeadDim2, int kRowTiles, int kNumWarpsQ,
           int kNumWarpsK, int kBlockK, int kChunkK, int kNumStages, bool kQueriesInRegisters,
-          bool kIsAligned, bool kIsPacked, bool kIsWindow, bool kHasEntropy>
+          bool kIsAligned, bool kIsPacked, Mask kMask, bool kHasEntropy>
 __global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ* kNumWarpsK <= 4 ? 2 : 1)
     forward_sm80(const ForwardParams params) {
     using Traits =
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ* kNum
     const int warp_k = kNumWarpsK == 1 ? 0 : warp_id() / kNumWarpsQ;
     const int first_row = warp_q * Traits::kRowsPerWarp;
     const TileRows<kIsPacked> rows(params, block, first_row);
-    const auto& range = range_of<KeyRange<kIsWindow>>(params.range);
+    const auto& range = range_of_entry<kMask>(params, batch_idx);
 
     // 1. The queries.
     const RowsOfHead gQ1 =

@@ -63,8 +63,7 @@ struct ForwardTraits {
 };
 
 template <class Element, int kHeadDim1, int kHeadDim2, int kNumConsumers, int kBlockK,
-          int kNumStages, bool kQueriesInRegisters, bool kIsPacked, bool kIsWindow,
-          bool kHasEntropy>
+          int kNumStages, bool kQueriesInRegisters, bool kIsPacked, Mask kMask, bool kHasEntropy>
 __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     forward_sm90(const __grid_constant__ InputMaps maps,
                  const __grid_constant__ ForwardParams params) {
@@ -87,7 +86,7 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     }
     const ForwardBlock block = forward_block(params, blockIdx.x);
     const int batch_idx = block.batch_idx, head_idx = block.head_idx;
-    const auto& range = range_of<KeyRange<kIsWindow>>(params.range);
+    const auto& range = range_of_entry<kMask>(params, batch_idx);
     const TileRange tiles = tiles_of_split<kBlockK>(
         range, block.first_query, params.queries_per_tile, block.split_idx, params.num_splits);
     const int warpgroup = warp_id() / 4;

@@ -128,8 +128,16 @@ SKL_DEVICE bool mask_transposed(float (&ds)[kLines][kElements], const Range& ran
             ds[line][e] = is_visible ? ds[line][e] : 0.f;
         }
     }
-    const int last_col = first_col + (kElements - 1) / 2 * 8 + 1;
-    return leaks || range.has_empty(first_col, last_col);
+    if constexpr (Range::kIsRagged) {
+        // They may lie anywhere; the lanes of a warp look at a few each.
+        for (int col = lane_id(); col < 4 * kElements; col += 32) {
+            leaks |= range.is_empty(first_query + col);
+        }
+        return leaks;
+    } else {
+        const int last_col = first_col + (kElements - 1) / 2 * 8 + 1;
+        return leaks || range.has_empty(first_col, last_col);
+    }
 }
 
 // summed[rows][kHeadDim] += ds[rows][kCols] times kCols rows of a tile in shared memory. kScrub:

@@ -101,6 +101,13 @@ struct QueryTile {
     int head_idx, first_query;
 };
 
+// The batch entry of a block of keys.
+template <int kSide>
+SKL_HOST_DEVICE int batch_of_keys(const BackwardParams& params, uint32 block_idx) {
+    return block_idx / params.num_blocks /
+           (params.num_heads / (kSide == 1 ? params.group1 : params.group2));
+}
+
 // The queries of a block of keys: one key head of side kSide, its group of query heads, kBlockRows
 // keys.
 template <int kSide, int kBlockRows, int kBlockQ>
@@ -206,10 +213,10 @@ SKL_HOST_DEVICE HeadsOfKey heads_of_key(const BackwardParams& params, int key_he
 // Their queries as the rows of one tile: row r is query r / heads of head r % heads. The rows that
 // see a key are an interval as its queries are.
 struct RowsOfKey {
-    const KeyRange<false>& range;
+    const KeyRange<kPlain>& range;
     int heads, num_keys;
 
-    SKL_HOST_DEVICE RowsOfKey(const KeyRange<false>& range, int heads)
+    SKL_HOST_DEVICE RowsOfKey(const KeyRange<kPlain>& range, int heads)
         : range(range), heads(heads), num_keys(range.num_keys) {}
     SKL_HOST_DEVICE int num_rows() const { return range.num_queries * heads; }
     SKL_HOST_DEVICE int query(int row) const { return row / heads; }
