@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
         SKL_NO_UNROLL
         for (int chunk = 0; chunk < kBlockQ; chunk += kChunkQ) {
             const int first = first_query + chunk, last = first + kChunkQ - 1;
-            const Interval any = range.any_of(first, last);
+            const Interval any = range.any_of(first, last), all = range.all_of(first, last);
             if (first >= range.num_queries || first_key >= any.end ||
                 first_key + Tile::kRowsPerWarp <= any.begin)
                 continue;
@@ -101,7 +101,8 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
             auto& ds = kSide == 1 ? s2 : s1;
             transposed_gradients<kSide>(ds, s1, s2, rows, chunk, params, factor);
             bool leaks = false;
-            if (is_border(range, first_key, Tile::kRowsPerWarp, first, kChunkQ)) {
+            if (first_key < all.begin || first_key + Tile::kRowsPerWarp > all.end ||
+                last >= range.num_queries) {
                 leaks = mask_transposed(ds, range, first_key, first);
             }
             if constexpr (kNeedsRunningFactor<Element, kSide>) fit_to_fp16(ds, dk, factor);

@@ -61,7 +61,14 @@ struct KeyRows {
         }
     }
     SKL_DEVICE bool is_border() const {
-        return ::is_border(range, first_of_group, 64, first_query, kBlockQ);
+        const int last = first_query + kBlockQ - 1;
+        if constexpr (Range::kIsRagged) {
+            return range.is_border(first_of_group, 64, first_query, last);
+        } else {
+            const Interval all = range.all_of(first_query, last);
+            return first_of_group < all.begin || first_of_group + 64 > all.end ||
+                   last >= range.num_queries;
+        }
     }
     SKL_DEVICE bool mask(float (&ds)[2][kBlockQ / 4], const float (&)[2][kBlockQ / 4]) const {
         return mask_transposed(ds, range, first_of_group + 16 * (warp_id() % 4), first_query);

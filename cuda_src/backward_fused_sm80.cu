@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     int stage = 0;
     SKL_NO_UNROLL
     for (QueryTile tile = block.first_tile(); !block.is_past(tile); tile = block.next(tile)) {
-        const int first_query = tile.first_query;
+        const int first_query = tile.first_query, last_query = first_query + kBlockQ - 1;
         if (block.exchanges_keys(params, tile)) {
             __syncthreads();
             block.template load_keys<3 - kSide>(params, kSide == 1 ? sK2 : sK1, tile.head_idx);
@@ -114,12 +114,13 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
         compute_scores<Element, kHeadDim2, kRowTiles, kBlockQ>(s2, keys2, sQ2, lane2);
         // 4. Their gradients, written over the logits of the other side.
         auto& ds = kSide == 1 ? s2 : s1;
-        const bool has_border =
-            is_border(range, first_key, Tile::kRowsPerWarp, first_query, kBlockQ);
+        const Interval all = range.all_of(first_query, last_query);
+        const bool is_border = first_key < all.begin || first_key + Tile::kRowsPerWarp > all.end ||
+                               last_query >= range.num_queries;
         transposed_gradients<kSide>(ds, s1, s2, rows, 0, params, factor);
-        bool leaks = has_border && mask_transposed(ds, range, first_key, first_query);
+        bool leaks = is_border && mask_transposed(ds, range, first_key, first_query);
         // An Inf in a key that a query does not see may leave no trace in dS.
-        if constexpr (Range::kIsRagged) leaks |= has_border && has_broken;
+        if constexpr (Range::kIsRagged) leaks |= is_border && has_broken;
         if constexpr (kNeedsRunningFactor<Element, kSide>) {
             // All warps add to one dQ, so they share one factor.
             if (threadIdx.x == 0) sLargest = 0;

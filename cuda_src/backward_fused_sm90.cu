@@ -178,6 +178,19 @@ SKL_DEVICE void produce(const InputMaps& maps, const BackwardParams& params, uin
     }
 }
 
+// Whether a mask runs through the tile of these keys and queries.
+template <class Range>
+SKL_DEVICE bool is_border(const Range& range, int first_key, int num_keys, int first_query,
+                          int num_queries) {
+    if constexpr (Range::kIsRagged) {
+        return range.is_border(first_key, num_keys, first_query, first_query + num_queries - 1);
+    } else {
+        const Interval all = range.all_of(first_query, first_query + num_queries - 1);
+        return first_key < all.begin || first_key + num_keys > all.end ||
+               first_query + num_queries > range.num_queries;
+    }
+}
+
 // The keys of the side with gradients that hold a NaN or Inf: a bit for each of the rows
 // threadIdx.x % 128 + 128 i.
 template <class Traits>

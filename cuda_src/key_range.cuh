@@ -106,9 +106,12 @@ struct KeyRange<kRagged> {
     SKL_HOST_DEVICE Interval queries_of(int first, int last) const {
         return {queries_of(first).begin, queries_of(last).end};
     }
-    // Those that see all of the keys, which exist.
-    SKL_HOST_DEVICE Interval queries_of_all(int first, int last) const {
-        return {queries_of(last).begin, queries_of(first).end};
+    // Whether the mask runs through the tile of these keys and queries. Asked of the keys, which
+    // stay while the queries change from tile to tile.
+    SKL_HOST_DEVICE bool is_border(int first_key, int num, int first_query, int last_query) const {
+        const int last_key = first_key + num - 1;
+        return last_key >= num_keys || first_query < queries_of(last_key).begin ||
+               last_query >= queries_of(first_key).end;
     }
 };
 
@@ -125,21 +128,5 @@ SKL_HOST_DEVICE decltype(auto) range_of_entry(const Params& params, int batch_id
         return KeyRange<kRagged>(params.range, params.table, batch_idx);
     } else {
         return range_of<KeyRange<kMask>>(params.range);
-    }
-}
-
-// Whether a mask runs through the tile of these keys and queries.
-template <class Range>
-SKL_HOST_DEVICE bool is_border(const Range& range, int first_key, int num_keys, int first_query,
-                               int num_queries) {
-    if constexpr (Range::kIsRagged) {
-        // Asked of the keys: they stay, while the queries change from tile to tile.
-        if (first_key + num_keys > range.num_keys) return true;
-        const Interval all = range.queries_of_all(first_key, first_key + num_keys - 1);
-        return first_query < all.begin || first_query + num_queries > all.end;
-    } else {
-        const Interval all = range.all_of(first_query, first_query + num_queries - 1);
-        return first_key < all.begin || first_key + num_keys > all.end ||
-               first_query + num_queries > range.num_queries;
     }
 }

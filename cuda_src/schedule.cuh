@@ -213,6 +213,7 @@ SKL_HOST_DEVICE HeadsOfKey heads_of_key(const BackwardParams& params, int key_he
 // Their queries as the rows of one tile: row r is query r / heads of head r % heads. The rows that
 // see a key are an interval as its queries are.
 struct RowsOfKey {
+    static constexpr bool kIsRagged = false;
     const KeyRange<kPlain>& range;
     int heads, num_keys;
 

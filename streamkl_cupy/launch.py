@@ -19,6 +19,7 @@ from streamkl_cupy import choices
 from streamkl_cupy.chain import Address, Chain, Clear, Kernel, Map, Params, Step
 from streamkl_cupy.plan import (
     FLOAT_BYTES,
+    INTERVAL_BYTES,
     MERGED_AT_ONCE,
     BackwardPlan,
     DeviceFacts,
@@ -27,7 +28,15 @@ from streamkl_cupy.plan import (
     MergePlan,
     SidePlan,
 )
-from streamkl_cupy.problem import INPUTS, Problem, Strides, gradient_strides
+from streamkl_cupy.problem import (
+    CU_SEQLENS,
+    INPUTS,
+    MAX_LENGTH,
+    PADDING,
+    Problem,
+    Strides,
+    gradient_strides,
+)
 from streamkl_cupy.tensor_map import Tensor
 
 LOG2_E = 1.4426950408889634
@@ -41,6 +50,7 @@ MASKED_LOGIT = -1e18  # kMaskedLogit of kl_state.cuh
 _TENSOR = "Qqqq"
 _ROWS = "qqq"
 _RANGE = "iiiii"
+_TABLE = "QQ"
 FORWARD_PARAMS = struct.Struct(
     "="
     + _TENSOR * 4
@@ -56,6 +66,7 @@ FORWARD_PARAMS = struct.Struct(
     + "ff"
     + "q"
     + "QQ"
+    + _TABLE
 )
 PREPARE_PARAMS = struct.Struct(
     "=" + _ROWS + "QQQQQ" + "Q" + _ROWS + "Q" + "Q" + "ii" + "q" + "Q" + "Q" + "ii"
@@ -76,12 +87,14 @@ BACKWARD_PARAMS = struct.Struct(
     + "i"
     + "ff"
     + "f"
+    + _TABLE
 )
 REPLACE_PARAMS = struct.Struct(
     "=" + "QQQQQ" + "QQQQQQ" + _ROWS + "QQ" + _ROWS * 2 + "ff" + "ii" + "q"
 )
 MERGE_PARAMS = struct.Struct("=" + "QQQQQ" + "QQQQQ" * MERGED_AT_ONCE + "q" + "i" + "4x")
 FINISH_PARAMS = struct.Struct("=" + "Q" + "Q" + _ROWS + "iii" + "ii" + "f")
+TABLE_PARAMS = struct.Struct("=" + _TABLE + "QQQ" + "QQ" + "qqq" + "iiii" + "q")
 
 # What the arrays of a launch are called; one that there is not has the address 0.
 STATE = ("kl", "lse1", "lse2", "lse1_low", "lse2_low")
@@ -143,7 +156,8 @@ def forward(
         ``kl lse1 lse2 lse1_low lse2_low``, of which all but ``kl`` may be 0, and a workspace of
         ``plan.workspace_bytes`` bytes. Where the plan has the entropy also with those of
         ``entropy`` and ``cross_entropy``, where a log-sum-exp is given with those of ``given1``,
-        ``given2`` and the output ``mass1``, which may be 0.
+        ``given2`` and the output ``mass1``, which may be 0. Where the problem is ragged also with
+        those of its lengths.
     """
     own = [Address(name) for name in STATE]
     if plan.given:
@@ -176,10 +190,14 @@ def forward(
             MASKED_LOGIT / scale2,
             problem.num_rows,
             *(Address(name) if plan.has_entropy else 0 for name in ENTROPIES),
+            *_table(problem, plan.table_offset, has_keys=False),
         ),
     )
     steps = []
     for kernel in plan.kernels:
+        if kernel.kernel == "key_table":
+            steps.append(Kernel(kernel, _table_params(problem, plan.table_offset, has_keys=False)))
+            continue
         if kernel.kernel == "replace_lse":
             steps.append(Kernel(kernel, _replace_params(problem, own, given)))
             continue
@@ -206,7 +224,8 @@ def backward(plan: BackwardPlan, problem: Problem, dkl: Strides, device_index: i
         Launch it with the addresses of ``q1 k1 q2 k2 dkl kl lse1 lse2 lse1_low lse2_low`` (low
         parts may be 0) and of the gradients ``dq1 dk1 dq2 dk2`` (0 for what is not wanted), and a
         workspace of ``plan.workspace_bytes`` bytes, aligned to 256; where a log-sum-exp was given
-        to the forward also with that of its ``mass1``.
+        to the forward also with that of its ``mass1``, where the problem is ragged with those of
+        its lengths.
     """
     is_scaled = problem.dtype == "float16"
     max_dkl = Address("workspace", plan.max_dkl_offset) if is_scaled else 0
@@ -218,6 +237,8 @@ def backward(plan: BackwardPlan, problem: Problem, dkl: Strides, device_index: i
         weight, weight_strides = Address("workspace", plan.weighted_dkl_offset), problem.row
         mass1 = (Address("mass1"), weight)
     steps: list[Step] = []
+    if plan.table is not None:
+        steps.append(Kernel(plan.table, _table_params(problem, plan.table_offset, has_keys=True)))
     for side in plan.sides:
         if isinstance(max_dkl, Address):
             steps.append(Clear(max_dkl, 4))
@@ -241,7 +262,7 @@ def backward(plan: BackwardPlan, problem: Problem, dkl: Strides, device_index: i
             )
             steps.append(Kernel(side.prepare, params))
         backward_params = functools.partial(
-            _backward_params, problem, weight, weight_strides, max_dkl, side
+            _backward_params, problem, weight, weight_strides, max_dkl, side, plan.table_offset
         )
         if side.fused is not None:
             steps.append(Clear(scratch, side.scratch_bytes))
@@ -332,6 +353,7 @@ def _backward_params(
     dkl_strides: Strides,
     max_dkl: Address | int,
     side: SidePlan,
+    table_offset: int,
     scratch: Address | int,
     num_blocks: int,
 ) -> Params:
@@ -359,6 +381,7 @@ def _backward_params(
             _log2_scale(problem.scale1),
             _log2_scale(problem.scale2),
             problem.scale1 if side.side == 1 else problem.scale2,
+            *_table(problem, table_offset, has_keys=True),
         ),
     )
 
@@ -377,6 +400,39 @@ def _finish_params(problem: Problem, scratch: Address, side: SidePlan) -> Params
             -(-problem.num_queries * side.heads_per_tile // 16),
             side.heads_per_tile,
             problem.scale1 if side.side == 1 else problem.scale2,
+        ),
+    )
+
+
+def _table(problem: Problem, offset: int, has_keys: bool) -> tuple[int | Address, int | Address]:
+    """Where the tables of queries and of keys lie, if there are any."""
+    if problem.ragged is None:
+        return 0, 0
+    of_keys = offset + INTERVAL_BYTES * problem.batch * problem.num_queries
+    return Address("workspace", offset), Address("workspace", of_keys) if has_keys else 0
+
+
+def _table_params(problem: Problem, offset: int, has_keys: bool) -> Params:
+    assert problem.ragged is not None
+    names = problem.ragged.names
+    left, right = problem.window
+    right = 0 if problem.causal else right
+    # Further out no query tells the difference.
+    sides = (-1 if side is None else min(side, 2 * MAX_LENGTH) for side in (left, right))
+    q_offset = max(-4 * MAX_LENGTH, min(4 * MAX_LENGTH, problem.q_offset or 0))
+    return Params(
+        TABLE_PARAMS,
+        (
+            *_table(problem, offset, has_keys),
+            *(Address(name) if name in names else 0 for name in PADDING),
+            *(Address(name) if name in names else 0 for name in CU_SEQLENS),
+            *sides,
+            q_offset,
+            int(problem.q_offset is not None),
+            problem.num_queries,
+            problem.num_keys,
+            problem.ragged.num_sequences,
+            problem.batch,
         ),
     )
 

@@ -25,6 +25,7 @@ STATE_FIELDS = 5  # m1 l1 m2 l2 acc
 ENTROPY_STATE_FIELDS = 6  # and moment1
 FLOAT_BYTES = 4
 ROW_STATISTICS_BYTES = 16
+INTERVAL_BYTES = 8  # of the table of a ragged batch: begin and end
 OWN_LSE_BYTES = 16  # of a row, beside a given one: lse1, lse2 and their low parts
 WORKSPACE_ALIGNMENT = 256
 TILE_ALIGNMENT = 128
@@ -34,6 +35,9 @@ PREPARE_THREADS = 256
 FINISH_THREADS = 256
 MERGE_THREADS = 256
 REPLACE_THREADS = 256
+TABLE_THREADS = 256
+# The mask that needs no kernels of its own, as Problem.kernel_mask names it.
+PLAIN = "kPlain"
 # States that a launch of merge_states takes.
 MERGED_AT_ONCE = 8
 
@@ -383,6 +387,7 @@ class ForwardPlan:
     num_splits: int
     workspace_bytes: int
     has_entropy: bool = False
+    table_offset: int = 0
     given: tuple[str, ...] = ()
     own_offset: int = 0
 
@@ -429,10 +434,13 @@ class BackwardPlan:
     workspace_bytes: int
     given: tuple[str, ...] = ()
     weighted_dkl_offset: int = 0
+    table: KernelPlan | None = None
+    table_offset: int = 0
 
     @property
     def kernels(self) -> tuple[KernelPlan, ...]:
-        return tuple(kernel for side in self.sides for kernel in side.kernels)
+        first = () if self.table is None else (self.table,)
+        return first + tuple(kernel for side in self.sides for kernel in side.kernels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -611,19 +619,19 @@ def _forward(
         tile, num_splits = warpgroup_tile(problem, device, choice, has_entropy)
         heads = heads_per_tile(problem, tile.stationary_rows)
         template = warpgroup_template(
-            problem.dtype, dim1, dim2, tile, heads > 1, problem.is_window, has_entropy
+            problem.dtype, dim1, dim2, tile, heads > 1, problem.kernel_mask, has_entropy
         )
     else:
         heads = heads_per_tile(problem, FEW_QUERIES // max(1, problem.num_queries))
-        rows = problem.num_queries * heads
+        rows = min(problem.num_queries * heads, most_rows(problem))
         narrow = choice.forward_tile or forward_tile(
-            dim1, dim2, rows, problem.is_window, device, has_entropy
+            dim1, dim2, rows, problem.kernel_mask, device, has_entropy
         )
         assert isinstance(narrow, ForwardTile)
         heads = heads_per_tile(problem, min(heads, narrow.stationary_rows))
         aligned = problem.aligned
         template = forward_template(
-            problem.dtype, dim1, dim2, narrow, aligned, heads > 1, problem.is_window, has_entropy
+            problem.dtype, dim1, dim2, narrow, aligned, heads > 1, problem.kernel_mask, has_entropy
         )
         smem = narrow.shared_memory(dim1, dim2)
         fitting = (device.shared_memory_per_block + RESERVED_BYTES) // (smem + RESERVED_BYTES)
@@ -636,7 +644,10 @@ def _forward(
     num_splits = min(num_splits, max(1, _ceil_div(visited, tile.block_k)))
     blocks = num_blocks(problem, tile, heads)
     kernels = []
+    table = key_table(problem, has_keys=False)
     if blocks > 0:
+        if table is not None:
+            kernels.append(table)
         smem = tile.shared_memory(dim1, dim2)
         boxes = None
         if kernel == "forward_sm90":
@@ -648,6 +659,9 @@ def _forward(
             kernels.append(reduce_splits(problem, num_splits, has_entropy))
     partial_bytes = (ENTROPY_STATE_FIELDS if has_entropy else STATE_FIELDS) * FLOAT_BYTES
     workspace = partial_bytes * num_splits * problem.num_rows if num_splits > 1 else 0
+    table_offset = _round_up(workspace, WORKSPACE_ALIGNMENT)
+    if table is not None:
+        workspace = table_offset + table_bytes(problem, has_keys=False)
     name = (
         f"{kernel}_{ELEMENTS[problem.dtype]}_d{dim1}x{dim2}"
         f"_q{tile.stationary_rows}_k{tile.block_k}_s{tile.num_stages}"
@@ -666,15 +680,31 @@ def _forward(
         num_splits,
         workspace,
         has_entropy,
+        table_offset,
     )
 
 
 def forward_kernel(problem: Problem, device: DeviceFacts) -> str:
     """Hopper's kernel where it can run and the queries fill its tiles."""
     rows = problem.num_queries * heads_per_tile(problem, FEW_QUERIES)
+    rows = min(rows, most_rows(problem))
     return (
         "forward_sm80" if rows <= FEW_QUERIES or why_not_sm90(problem, device) else "forward_sm90"
     )
+
+
+def key_table(problem: Problem, has_keys: bool) -> KernelPlan | None:
+    """What the queries of a ragged batch see and, for the backward, what sees its keys."""
+    if problem.ragged is None:
+        return None
+    num_intervals = table_bytes(problem, has_keys) // INTERVAL_BYTES
+    grid = _ceil_div(num_intervals, TABLE_THREADS)
+    return KernelPlan("key_table", (), grid, TABLE_THREADS, 0) if grid else None
+
+
+def table_bytes(problem: Problem, has_keys: bool) -> int:
+    length = problem.num_queries + (problem.num_keys if has_keys else 0)
+    return INTERVAL_BYTES * problem.batch * length
 
 
 def heads_per_tile(problem: Problem, limit: int) -> int:
@@ -696,6 +726,14 @@ def num_blocks(problem: Problem, tile: ForwardTile | WarpgroupTile, heads: int) 
     return problem.batch * problem.num_heads // heads * num_tiles
 
 
+def most_rows(problem: Problem) -> int:
+    """The rows of packed sequences that are worth a tile: tiles of more would only hold more of
+    them, each with keys of its own."""
+    if problem.ragged is None or not problem.ragged.is_packed:
+        return problem.num_queries * problem.num_heads
+    return max(1, problem.ragged.max_queries)
+
+
 def max_splits(problem: Problem, tile: ForwardTile | WarpgroupTile, heads: int) -> int:
     visited = keys_of_tile(problem, tile.stationary_rows // heads)
     return max(1, visited // max(tile.block_k, MIN_KEYS_PER_SPLIT))
@@ -703,6 +741,8 @@ def max_splits(problem: Problem, tile: ForwardTile | WarpgroupTile, heads: int) 
 
 def keys_of_tile(problem: Problem, num_queries: int) -> int:
     """The most keys that a tile of so many queries visits: those that any of its queries sees."""
+    if problem.ragged is not None:
+        return _keys_of_ragged_tile(problem, num_queries)
     if problem.mask != "window":
         return problem.num_keys
     begin_lag, end_lag = problem.lags
@@ -713,10 +753,29 @@ def keys_of_tile(problem: Problem, num_queries: int) -> int:
     return max(0, min(stop - first, begin_lag - end_lag + rows))
 
 
+def _keys_of_ragged_tile(problem: Problem, num_queries: int) -> int:
+    """As if every sequence were as long as it may be."""
+    ragged = problem.ragged
+    assert ragged is not None
+    queries, most = problem.num_queries, problem.num_keys
+    if ragged.is_packed:
+        queries, most = min(queries, ragged.max_queries), min(most, ragged.max_keys)
+    left, right = problem.window
+    right = 0 if problem.causal else right
+    if left is not None and right is not None:
+        most = min(most, left + right + min(num_queries, queries))
+    num_sequences = _ceil_div(num_queries, max(1, queries)) if ragged.is_packed else 1
+    return min(problem.num_keys, num_sequences * most)
+
+
 def mean_keys(problem: Problem, num_queries: int) -> float:
     """How many keys a tile of so many queries visits, in the mean over the tiles."""
     if problem.mask == "full":
         return problem.num_keys
+    if problem.ragged is not None:
+        most = keys_of_tile(problem, num_queries)
+        is_half = problem.causal and problem.window[0] is None and problem.q_offset is None
+        return most / 2 if is_half else most
     if problem.mask == "causal" and problem.q_offset is None and problem.window[1] is None:
         return problem.num_keys - min(problem.num_queries, problem.num_keys) / 2
     begin_lag, end_lag = problem.lags
@@ -866,7 +925,7 @@ def warpgroup_template(
     dim2: int,
     tile: WarpgroupTile,
     is_packed: bool,
-    is_window: bool,
+    mask: str,
     has_entropy: bool = False,
 ) -> Template:
     """Template arguments of ``forward_sm90``."""
@@ -879,7 +938,7 @@ def warpgroup_template(
         ("kNumStages", tile.num_stages),
         ("kQueriesInRegisters", tile.queries_in_registers),
         ("kIsPacked", is_packed),
-        ("kIsWindow", is_window),
+        ("kMask", mask),
         ("kHasEntropy", has_entropy),
     )
 
@@ -892,12 +951,12 @@ def forward_tile(
     dim1: int,
     dim2: int,
     num_rows: int,
-    is_window: bool,
+    mask: str,
     device: DeviceFacts,
     has_entropy: bool = False,
 ) -> ForwardTile:
     """Choose the tile of a pair of buckets; see `forward_tiles`."""
-    tiles = forward_tiles(dim1, dim2, num_rows, is_window, has_entropy)
+    tiles = forward_tiles(dim1, dim2, num_rows, mask, has_entropy)
     sizes = [tile.shared_memory(dim1, dim2) for tile in tiles]
     if num_rows <= FEW_QUERIES:
         # Bound by memory: what counts is bytes under way, and the list is in that order.
@@ -908,7 +967,7 @@ def forward_tile(
 
 
 def forward_tiles(
-    dim1: int, dim2: int, num_rows: int, is_window: bool, has_entropy: bool = False
+    dim1: int, dim2: int, num_rows: int, mask: str, has_entropy: bool = False
 ) -> tuple[ForwardTile, ...]:
     """Tiles for a pair of buckets and so many rows, the fastest first.
 
@@ -928,7 +987,7 @@ def forward_tiles(
         return (ForwardTile(2, 2, 2, 64, 32, 2, False), ForwardTile(1, 4, 1, 32, 32, 2, True))
     if total <= 128:
         # A window's two ends, or one sum a row more, spill beside 64 columns of logits.
-        return (ForwardTile(2, 4, 1, 64, 32 if is_window or has_entropy else 64, 2, True),)
+        return (ForwardTile(2, 4, 1, 64, 32 if mask != PLAIN or has_entropy else 64, 2, True),)
     if total <= 256:
         return (ForwardTile(2, 4, 1, 32, 32, 2, False), ForwardTile(2, 4, 1, 32, 16, 2, True))
     return (ForwardTile(1, 4, 1, 32, 32, 2, True), ForwardTile(1, 4, 1, 16, 16, 2, True))
@@ -941,7 +1000,7 @@ def forward_template(
     tile: ForwardTile,
     aligned: bool,
     is_packed: bool,
-    is_window: bool,
+    mask: str,
     has_entropy: bool = False,
 ) -> Template:
     """Template arguments of ``forward_sm80``."""
@@ -958,7 +1017,7 @@ def forward_template(
         ("kQueriesInRegisters", tile.queries_in_registers),
         ("kIsAligned", aligned),
         ("kIsPacked", is_packed),
-        ("kIsWindow", is_window),
+        ("kMask", mask),
         ("kHasEntropy", has_entropy),
     )
 
@@ -1073,6 +1132,10 @@ def _backward(
     max_dkl_offset = _round_up(ROW_STATISTICS_BYTES * problem.num_rows, WORKSPACE_ALIGNMENT)
     scratch_offset = max_dkl_offset + (WORKSPACE_ALIGNMENT if problem.dtype == "float16" else 0)
     workspace = scratch_offset + max(side.scratch_bytes for side in sides)
+    table_offset = _round_up(workspace, WORKSPACE_ALIGNMENT)
+    table = key_table(problem, has_keys=True)
+    if table is not None:
+        workspace = table_offset + table_bytes(problem, has_keys=True)
     dims = f"d{bucket(problem.head_dim1)}x{bucket(problem.head_dim2)}"
     parts = [
         f"{'fused' if side.fused else 'separate'}{side.side}"
@@ -1083,7 +1146,16 @@ def _backward(
     guarded = "" if problem.aligned else "_guarded"
     mask = _mask_suffix(problem)
     name = f"backward_{'_'.join(parts)}_{ELEMENTS[problem.dtype]}_{dims}{guarded}{mask}"
-    return BackwardPlan(name, device.arch, sides, max_dkl_offset, scratch_offset, workspace)
+    return BackwardPlan(
+        name,
+        device.arch,
+        sides,
+        max_dkl_offset,
+        scratch_offset,
+        workspace,
+        table=table,
+        table_offset=table_offset,
+    )
 
 
 def _side(
@@ -1139,13 +1211,13 @@ def _side(
             boxes, smem = tile.boxes, tile.shared_memory(dim1, dim2, side)
         else:
             if not isinstance(tile, BackwardTile):
-                is_plain = problem.aligned and not problem.is_window
+                is_plain = problem.aligned and problem.kernel_mask == PLAIN
                 tile = backward_tile(name, dim1, dim2, side, device, is_plain)
             template = backward_template(
                 name, problem.dtype, side, dim1, dim2, tile, problem.aligned, has_dk
             )
             smem = tile.shared_memory(name, dim1, dim2)
-        template = (*template, ("kIsWindow", problem.is_window))
+        template = (*template, ("kMask", problem.kernel_mask))
         num_blocks = _ceil_div(num_rows, tile.stationary_rows)
         if num_blocks * num_heads == 0:
             return None, 0
@@ -1251,8 +1323,11 @@ def why_not_few(problem: Problem, device: DeviceFacts, side: int) -> str:
         return reason
     if problem.num_queries == 0:
         return "expected at least one query"
-    if problem.is_window:
-        return "expected no window and no query offset, whose keys it would all read"
+    if problem.kernel_mask != PLAIN:
+        return (
+            "expected no window, no query offset and no lengths on the device, whose keys it would "
+            "all read"
+        )
     heads = heads_per_key(problem, side)
     other = problem.group2 if side == 1 else problem.group1
     if other % heads:
@@ -1704,8 +1779,9 @@ def shape_of(problem: Problem) -> tuple[int, int, int]:
 
 def _tuned(problem: Problem, device: DeviceFacts, of: ProblemClass) -> Choice:
     """What was measured for this very shape, or else for one of its class."""
-    # Nothing is measured with rows off 16 bytes, whose loads are guarded, or with a window.
-    is_measured = problem.aligned and problem.window == NO_WINDOW and problem.q_offset is None
+    # Nothing is measured with rows off 16 bytes, whose loads are guarded, or with other masks.
+    is_plain = problem.window == NO_WINDOW and problem.q_offset is None and problem.ragged is None
+    is_measured = problem.aligned and is_plain
     alike = [one for one in device.tuned if one.problem_class == of] if is_measured else []
     for one in alike:
         if one.shape == shape_of(problem):
@@ -1787,7 +1863,7 @@ def tile_candidates(
     limit = device.shared_memory_per_block
     if kernel == "forward_sm80":
         few = dict.fromkeys(
-            tile for rows in ROW_CLASSES for tile in forward_tiles(*dims, rows, problem.is_window)
+            tile for rows in ROW_CLASSES for tile in forward_tiles(*dims, rows, problem.kernel_mask)
         )
         return tuple(tile for tile in few if tile.shared_memory(*dims) <= limit)
     if kernel == "forward_sm90":
@@ -1805,7 +1881,7 @@ def tile_candidates(
     if kernel == "backward_fused_sm90":
         cut = backward_warpgroup_tiles(*dims, side)
         return tuple(tile for tile in cut if tile.shared_memory(*dims, side) <= limit)
-    cuts = backward_tiles(kernel, *dims, side, problem.aligned and not problem.is_window)
+    cuts = backward_tiles(kernel, *dims, side, problem.aligned and problem.kernel_mask == PLAIN)
     return tuple(tile for tile in cuts if tile.shared_memory(kernel, *dims) + STATIC_BYTES <= limit)
 
 
@@ -1881,6 +1957,8 @@ def backward_candidates(
 # What exists
 
 
+# As Problem.kernel_mask names them.
+MASKS = (PLAIN, "kWindow", "kRagged")
 ROW_CLASSES = (1, FEW_QUERIES, 4096)  # so many rows for each kind of tile of forward_sm80
 # Pairs of unequal head dims that the benchmarks name.
 UNEQUAL_PAIRS = ((192, 64), (128, 32))
@@ -1890,26 +1968,30 @@ SAMPLE_SIZE = 24
 Specialisation: TypeAlias = tuple[str, Template]
 
 
-OF_FINISHED_ROWS: tuple[Specialisation, ...] = (("merge_states", ()), ("replace_lse", ()))
+WITHOUT_ARGUMENTS: tuple[Specialisation, ...] = (
+    ("merge_states", ()),
+    ("replace_lse", ()),
+    ("key_table", ()),
+)
 
 
 def specialisations(arch: str) -> tuple[Specialisation, ...]:
     """Everything that a plan can return on a card of this architecture, each once."""
     pairs = [(dim1, dim2) for dim1 in BUCKETS for dim2 in BUCKETS]
-    return _specialisations(arch, pairs, in_full=pairs, windowed=pairs)
+    return _specialisations(arch, pairs, in_full=pairs, masked=pairs)
 
 
 def declared(arch: str) -> tuple[Specialisation, ...]:
     """The specialisations that the tests compile.
 
     For sm_80 and sm_90a every kernel, dtype, side and equal pair of head dims and the unequal pairs
-    that the benchmarks name, with windows the two most common pairs; for others a sample of all,
-    the same every time.
+    that the benchmarks name, with windows and ragged batches the two most common pairs; for others
+    a sample of all, the same every time.
     """
     if arch in FULLY_DECLARED:
         pairs = [(dim, dim) for dim in BUCKETS] + list(UNEQUAL_PAIRS)
-        windowed = [(64, 64), (128, 128)]
-        found = _specialisations(arch, pairs, in_full=[(128, 128)], windowed=windowed)
+        masked = [(64, 64), (128, 128)]
+        found = _specialisations(arch, pairs, in_full=[(128, 128)], masked=masked)
         return tuple(one for one in found if ("kIsAligned", False) not in one[1])
     everything = specialisations(arch)
     return tuple(random.Random(arch).sample(everything, min(SAMPLE_SIZE, len(everything))))
@@ -1919,11 +2001,11 @@ def _specialisations(
     arch: str,
     pairs: list[tuple[int, int]],
     in_full: list[tuple[int, int]],
-    windowed: list[tuple[int, int]],
+    masked: list[tuple[int, int]],
 ) -> tuple[Specialisation, ...]:
     """Those of some pairs of head dims; of `in_full` also dQ without dK and the entropy."""
     device = device_facts(arch)
-    found: dict[Specialisation, None] = dict.fromkeys(OF_FINISHED_ROWS)
+    found: dict[Specialisation, None] = dict.fromkeys(WITHOUT_ARGUMENTS)
     for side in (1, 2):
         for weighted in (True, False) if arch == "sm_90a" else (False,):
             found["backward_prepare", (("kSide", side), ("kIsWeighted", weighted))] = None
@@ -1931,12 +2013,12 @@ def _specialisations(
         for dim1, dim2 in pairs:
             for dim in (dim1, dim2):
                 found["backward_finish", (("Element", element), ("kHeadDim", dim))] = None
-            begins = (False, True) if (dim1, dim2) in windowed else (False,)
+            masks = MASKS if (dim1, dim2) in masked else MASKS[:1]
             sums = (False, True) if (dim1, dim2) in in_full else (False,)
-            for aligned, is_window in itertools.product((True, False), begins):
+            for aligned, mask in itertools.product((True, False), masks):
                 for has_entropy in sums:
                     for kernel, template, _ in forward_kernels(
-                        dtype, dim1, dim2, aligned, is_window, device, has_entropy
+                        dtype, dim1, dim2, aligned, mask, device, has_entropy
                     ):
                         found[kernel, template] = None
                 for kernel, side in itertools.product(BACKWARD_KERNELS, (1, 2)):
@@ -1952,7 +2034,7 @@ def _specialisations(
                     only_dq = "fused" in kernel and (dim1, dim2) in in_full
                     for has_dk in (True, False) if only_dq else (True,):
                         if kernel.endswith("sm80"):
-                            is_plain = aligned and not is_window
+                            is_plain = aligned and mask == PLAIN
                             cut = backward_tile(kernel, dim1, dim2, side, device, is_plain)
                             template = backward_template(
                                 kernel, dtype, side, dim1, dim2, cut, aligned, has_dk
@@ -1973,7 +2055,7 @@ def _specialisations(
                             template = backward_warpgroup_template(
                                 dtype, side, dim1, dim2, fit, has_dk
                             )
-                        found[kernel, (*template, ("kIsWindow", is_window))] = None
+                        found[kernel, (*template, ("kMask", mask))] = None
     return tuple(found)
 
 
@@ -1982,7 +2064,7 @@ def forward_kernels(
     dim1: int,
     dim2: int,
     aligned: bool,
-    is_window: bool,
+    mask: str,
     device: DeviceFacts,
     has_entropy: bool = False,
 ) -> Iterator[tuple[str, Template, int]]:
@@ -1990,17 +2072,15 @@ def forward_kernels(
     bytes of shared memory."""
     for num_rows, is_packed in itertools.product(ROW_CLASSES, (False, True)):
         if not (is_packed and num_rows > FEW_QUERIES):  # only few queries are packed
-            tile = forward_tile(dim1, dim2, num_rows, is_window, device, has_entropy)
+            tile = forward_tile(dim1, dim2, num_rows, mask, device, has_entropy)
             template = forward_template(
-                dtype, dim1, dim2, tile, aligned, is_packed, is_window, has_entropy
+                dtype, dim1, dim2, tile, aligned, is_packed, mask, has_entropy
             )
             yield "forward_sm80", template, tile.shared_memory(dim1, dim2)
     for is_packed in (False, True) if device.arch == "sm_90a" and aligned else ():
         for wide in warpgroup_tiles(dim1, dim2, is_packed, has_entropy):
             if _fits(wide, (dim1, dim2), device):
-                template = warpgroup_template(
-                    dtype, dim1, dim2, wide, is_packed, is_window, has_entropy
-                )
+                template = warpgroup_template(dtype, dim1, dim2, wide, is_packed, mask, has_entropy)
                 yield "forward_sm90", template, wide.shared_memory(dim1, dim2)
     for lanes in (2, 4, 8, 16, 32):
         yield "reduce_splits", (("kLanesPerRow", lanes), ("kHasEntropy", has_entropy)), 0
