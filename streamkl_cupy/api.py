@@ -761,8 +761,8 @@ def warmup(
         ):
             kernels.setdefault((kernel, template), shared_memory)
 
-    for specialisation in plan.WITHOUT_ARGUMENTS:
-        kernels.setdefault(specialisation, 0)
+    for one_of_rows in plan.OF_FINISHED_ROWS:
+        kernels.setdefault(one_of_rows, 0)
     for num_done, ((kernel, template), shared_memory) in enumerate(kernels.items()):
         if progress is not None:
             progress(num_done, len(kernels), jit.render(kernel, template))

@@ -1968,11 +1968,7 @@ SAMPLE_SIZE = 24
 Specialisation: TypeAlias = tuple[str, Template]
 
 
-WITHOUT_ARGUMENTS: tuple[Specialisation, ...] = (
-    ("merge_states", ()),
-    ("replace_lse", ()),
-    ("key_table", ()),
-)
+OF_FINISHED_ROWS: tuple[Specialisation, ...] = (("merge_states", ()), ("replace_lse", ()))
 
 
 def specialisations(arch: str) -> tuple[Specialisation, ...]:
@@ -2005,7 +2001,7 @@ def _specialisations(
 ) -> tuple[Specialisation, ...]:
     """Those of some pairs of head dims; of `in_full` also dQ without dK and the entropy."""
     device = device_facts(arch)
-    found: dict[Specialisation, None] = dict.fromkeys(WITHOUT_ARGUMENTS)
+    found: dict[Specialisation, None] = dict.fromkeys((*OF_FINISHED_ROWS, ("key_table", ())))
     for side in (1, 2):
         for weighted in (True, False) if arch == "sm_90a" else (False,):
             found["backward_prepare", (("kSide", side), ("kIsWeighted", weighted))] = None
