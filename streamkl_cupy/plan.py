@@ -1189,7 +1189,7 @@ def _side(
         boxes = None
         if name in PAIR_KERNELS:
             if not isinstance(tile, PairWarpgroupTile):
-                tile = pair_warpgroup_tile(name, dim1, dim2, side, device)
+                tile = pair_warpgroup_tile(name, dim1, dim2, side, device, problem.kernel_mask)
             assert tile is not None
             template = pair_warpgroup_template(name, problem.dtype, side, dim1, dim2, tile)
             boxes = tile.boxes(name)
@@ -1565,29 +1565,35 @@ PAIR_KERNELS = ("backward_dq_sm90", "backward_dk_sm90")
 # them where the sums are wide.
 CONSUMER_REGISTERS = 240
 SPARE_REGISTERS, SPARE_REGISTERS_OF_WIDE_DK = 32, 48
+REGISTERS_OF_TABLE = 8
 # More steps in registers were slower: what they take, the exponentials lack.
 MOST_STEPS = 12
 
 
 def pair_warpgroup_tile(
-    kernel: str, dim1: int, dim2: int, side: int, device: DeviceFacts
+    kernel: str, dim1: int, dim2: int, side: int, device: DeviceFacts, mask: str = PLAIN
 ) -> PairWarpgroupTile | None:
     """Choose the tile of a separate Hopper kernel; None if none fits the card."""
     fixed, trained = _fixed_and_trained(dim1, dim2, side)
-    for tile in pair_warpgroup_tiles(kernel, fixed, trained):
+    for tile in pair_warpgroup_tiles(kernel, fixed, trained, mask):
         if tile.shared_memory(kernel, fixed, trained) <= device.shared_memory_per_block:
             return tile
     return None
 
 
-def pair_warpgroup_tiles(kernel: str, fixed: int, trained: int) -> Iterator[PairWarpgroupTile]:
+def pair_warpgroup_tiles(
+    kernel: str, fixed: int, trained: int, mask: str = PLAIN
+) -> Iterator[PairWarpgroupTile]:
     """Tiles for the buckets of the two sides, the fastest first.
 
     Two consumers; the widest tiles whose logits and gradients leave room for the sums, as many
-    stages as fit, and the rest of the registers for the stationary operands.
+    stages as fit, and the rest of the registers for the stationary operands, less those that find
+    the way to the table of a ragged batch.
     """
     is_wide_dk = kernel == "backward_dk_sm90" and trained > 128
     registers = CONSUMER_REGISTERS - (SPARE_REGISTERS_OF_WIDE_DK if is_wide_dk else SPARE_REGISTERS)
+    if mask == "kRagged" and trained > 192:
+        registers -= REGISTERS_OF_TABLE
     for block_cols in (64, 48, 32):
         left = registers - trained // 2 - block_cols - block_cols // 4
         if left < 0:
@@ -1872,7 +1878,7 @@ def tile_candidates(
         return tuple(tile for tile in wide if tile.fits(*dims, limit))
     if kernel in PAIR_KERNELS:
         fixed, trained = _fixed_and_trained(*dims, side)
-        pair = pair_warpgroup_tiles(kernel, fixed, trained)
+        pair = pair_warpgroup_tiles(kernel, fixed, trained, problem.kernel_mask)
         return tuple(tile for tile in pair if tile.shared_memory(kernel, fixed, trained) <= limit)
     if kernel == "backward_few_sm90":
         num_rows = few_rows(problem, side)
@@ -2038,7 +2044,7 @@ def _specialisations(
                         elif arch != "sm_90a":
                             continue
                         elif kernel in PAIR_KERNELS:
-                            pair = pair_warpgroup_tile(kernel, dim1, dim2, side, device)
+                            pair = pair_warpgroup_tile(kernel, dim1, dim2, side, device, mask)
                             if pair is None:
                                 continue
                             template = pair_warpgroup_template(
