@@ -118,10 +118,9 @@ def attention_kl(
         that see a key, which is 0 where there is none; ``"batchmean"``, the sum divided by the
         length of the first axis, at rank 2 by 1, of packed sequences by their number.
     row_weights
-        Weights of the rows, of a shape that broadcasts to that of kl, float
-        or bool: ``(B, 1, N_Q)`` of padding, for example. Each row is multiplied by its weight, and
-        ``"mean"`` divides by the weights of the rows that see a key (by 1 if these sum to 0).
-        Differentiable too.
+        Weights of the rows, of a shape that broadcasts to that of kl, float or bool. Each row is
+        multiplied by its weight, and ``"mean"`` divides by the weights of the rows that see a key
+        (by 1 if these sum to 0). Differentiable too.
     lse1, lse2
         Log-sum-exps to divide by instead of the rows' own, as `streamkl_cupy.attention_kl` takes
         them. They get gradients if they require them, and are constants otherwise.
