@@ -31,6 +31,7 @@ struct KeyRows {
     const Range& range;
     const Walk& walk;
     int first_of_group;
+    Interval seeing_all;
     int head_idx, first_query, query_end;
     float factor;
     const unsigned char* smem_bytes;
@@ -63,7 +64,7 @@ struct KeyRows {
     SKL_DEVICE bool is_border() const {
         const int last = first_query + kBlockQ - 1;
         if constexpr (Range::kIsRagged) {
-            return range.is_border(first_of_group, 64, first_query, last);
+            return first_query < seeing_all.begin || last >= seeing_all.end;
         } else {
             const Interval all = range.all_of(first_query, last);
             return first_of_group < all.begin || first_of_group + 64 > all.end ||
@@ -136,10 +137,12 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     take_registers<Traits::kConsumerRegisters>();
     // 3. and 4. The tiles.
     const int tiles_of_head = ceil_div(walk.query_end - walk.query_begin, kBlockQ);
+    const int first_of_group = walk.first_key + 64 * (warpgroup - 1);
     KeyRows<Element, Traits, Range> rows{params,
                                          range,
                                          walk,
-                                         walk.first_key + 64 * (warpgroup - 1),
+                                         first_of_group,
+                                         queries_of_all(range, first_of_group, 64),
                                          walk.head_begin,
                                          walk.query_begin - kBlockQ,
                                          walk.query_end,

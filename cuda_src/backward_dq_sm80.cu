@@ -62,12 +62,14 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     // 2. The ring of key tiles.
     const auto [tile_begin, tile_end] =
         tiles_of<kBlockK>(range, first_query, first_query + Tile::kBlockRows - 1);
+    const int origin = origin_of<kBlockK>(range, first_query);
     const auto load_stage = [&, end = tile_end](int tile, int stage) {
         if (tile < end) {
             const uint32 sK1 = sRing + stage * Tile::kStageBytes;
-            load_tile<kBlockK, kHeadDim1, Tile::kNumThreads, kIsAligned>(sK1, gK1, tile * kBlockK);
+            load_tile<kBlockK, kHeadDim1, Tile::kNumThreads, kIsAligned>(sK1, gK1,
+                                                                         tile * kBlockK + origin);
             load_tile<kBlockK, kHeadDim2, Tile::kNumThreads, kIsAligned>(
-                sK1 + Tile::kStreamed1Bytes, gK2, tile * kBlockK);
+                sK1 + Tile::kStreamed1Bytes, gK2, tile * kBlockK + origin);
         }
         cp_async_commit();  // empty at the end, so that the count of pending groups stays the same
     };
@@ -93,7 +95,7 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
         const uint32 sK1 = sRing + stage * Tile::kStageBytes, sK2 = sK1 + Tile::kStreamed1Bytes;
         SKL_NO_UNROLL
         for (int chunk = 0; chunk < kBlockK; chunk += kChunkK) {
-            const int first_key = tile * kBlockK + chunk;
+            const int first_key = tile * kBlockK + origin + chunk;
             if (first_row >= range.num_queries || first_key >= any.end ||
                 first_key + kChunkK <= any.begin)
                 continue;

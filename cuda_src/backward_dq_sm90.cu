@@ -97,6 +97,7 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     const Range& range = range_of_entry<kMask>(params, batch_idx);
     const auto [tile_begin, tile_end] =
         tiles_of<kBlockK>(range, first_query, first_query + Traits::kBlockRows - 1);
+    const int origin = origin_of<kBlockK>(range, first_query);
     const int warpgroup = warp_id() / 4;
     smem.init();
     __syncthreads();
@@ -113,7 +114,7 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
         const HeadMap trained_keys = key_map<kSide>(maps, params, head_idx, batch_idx);
         SKL_NO_UNROLL
         for (int tile = tile_begin; tile < tile_end; ++tile)
-            smem.load_tiles(fixed_keys, trained_keys, tile * kBlockK);
+            smem.load_tiles(fixed_keys, trained_keys, tile * kBlockK + origin);
         return;
     }
 
@@ -122,10 +123,10 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     const int first_of_group = first_query + 64 * (warpgroup - 1);
     const Interval any = range.any_of(first_of_group, first_of_group + 63);
     const bool has_keys = first_of_group < range.num_queries && any.begin < any.end;
-    const int group_begin = has_keys ? any.begin / kBlockK : tile_begin;
-    const int group_end = has_keys ? ceil_div(any.end, kBlockK) : tile_begin;
+    const int group_begin = has_keys ? (any.begin - origin) / kBlockK : tile_begin;
+    const int group_end = has_keys ? ceil_div(any.end - origin, kBlockK) : tile_begin;
     QueryRows<Element, Traits, Range> rows{params, range, first_of_group + 16 * (warp_id() % 4),
-                                           (group_begin - 1) * kBlockK,
+                                           (group_begin - 1) * kBlockK + origin,
                                            range.all_of(first_of_group, first_of_group + 63)};
     rows.load(batch_idx, head_idx);
     float dq[2][Traits::kTrainedDim / 4];

@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     // Columns of dQ are dealt to warps in pairs of column tiles.
     constexpr int kColPairs = kHeadDim / 16, kColPairsPerWarp = ceil_div(kColPairs, kNumWarps);
     extern __shared__ __align__(128) unsigned char smem[];
-    __shared__ uint32 sLargest;
+    __shared__ uint32 sLargest, sHasBroken;  // the latter of a ragged batch alone
     const uint32 sK1 = shared_address(smem), sK2 = sK1 + Tile::kStationary1Bytes;
     const uint32 sRing = sK1 + Tile::kStationaryBytes, sGradient = sK1 + kGradientOffset;
 
@@ -79,13 +79,13 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     float dk[kLines][kHeadDim / 4];
     clear(dk);
 
-    bool has_broken = false;
     if constexpr (Range::kIsRagged) {
         cp_async_wait<0>();
         __syncthreads();
-        has_broken = __syncthreads_or(
+        const bool has_broken = __syncthreads_or(
             has_broken_keys<Element, kHeadDim, Tile::kBlockRows, Tile::kNumThreads>(
                 smem + (kSide == 1 ? 0 : Tile::kStationary1Bytes)));
+        if (threadIdx.x == 0) sHasBroken = has_broken;
     }
 
     int stage = 0;
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
         transposed_gradients<kSide>(ds, s1, s2, rows, 0, params, factor);
         bool leaks = is_border && mask_transposed(ds, range, first_key, first_query);
         // An Inf in a key that a query does not see may leave no trace in dS.
-        if constexpr (Range::kIsRagged) leaks |= is_border && has_broken;
+        if constexpr (Range::kIsRagged) leaks |= is_border && sHasBroken != 0;
         if constexpr (kNeedsRunningFactor<Element, kSide>) {
             // All warps add to one dQ, so they share one factor.
             if (threadIdx.x == 0) sLargest = 0;

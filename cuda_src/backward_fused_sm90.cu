@@ -180,10 +180,10 @@ SKL_DEVICE void produce(const InputMaps& maps, const BackwardParams& params, uin
 
 // Whether a mask runs through the tile of these keys and queries.
 template <class Range>
-SKL_DEVICE bool is_border(const Range& range, int first_key, int num_keys, int first_query,
-                          int num_queries) {
+SKL_DEVICE bool is_border(const Range& range, const Interval& seeing_all, int first_key,
+                          int num_keys, int first_query, int num_queries) {
     if constexpr (Range::kIsRagged) {
-        return range.is_border(first_key, num_keys, first_query, first_query + num_queries - 1);
+        return first_query < seeing_all.begin || first_query + num_queries > seeing_all.end;
     } else {
         const Interval all = range.all_of(first_query, first_query + num_queries - 1);
         return first_key < all.begin || first_key + num_keys > all.end ||
@@ -419,6 +419,7 @@ SKL_DEVICE void consume(const BackwardParams& params, const unsigned char* smem,
     const int lane = lane_id(), warp = warp_id() - 8, group = warp / 4;
     const int first_key = walk.first_key + 64 * group,
               first_key_of_warp = walk.first_key + 16 * warp;
+    const Interval seeing_all = queries_of_all(range, first_key, 64);
     Ring<Traits::kNumStages> ring(base + Traits::kRingBarriers);
     Ring<Traits::kNumBuffers> gradients(base + Traits::kGradientBarriers);
     float factor = call_factor<Element>(params.max_dkl);
@@ -474,7 +475,7 @@ SKL_DEVICE void consume(const BackwardParams& params, const unsigned char* smem,
         pin_all(ds);  // above the end of the turn
         turns.end(turns_left > 1);
         --turns_left;
-        if (!is_border(range, first_key, 64, first_query, kBlockQ)) return false;
+        if (!is_border(range, seeing_all, first_key, 64, first_query, kBlockQ)) return false;
         int first_key_here = first_key_of_warp;
         pin(first_key_here);  // or what the masks make of it stays in registers all the time
         return named_barrier_any<128>(Traits::kConsumerBarrier + group,

@@ -106,12 +106,10 @@ struct KeyRange<kRagged> {
     SKL_HOST_DEVICE Interval queries_of(int first, int last) const {
         return {queries_of(first).begin, queries_of(last).end};
     }
-    // Whether the mask runs through the tile of these keys and queries. Asked of the keys, which
-    // stay while the queries change from tile to tile.
-    SKL_HOST_DEVICE bool is_border(int first_key, int num, int first_query, int last_query) const {
-        const int last_key = first_key + num - 1;
-        return last_key >= num_keys || first_query < queries_of(last_key).begin ||
-               last_query >= queries_of(first_key).end;
+    // Those that see all of the keys.
+    SKL_HOST_DEVICE Interval queries_of_all(int first, int last) const {
+        if (last >= num_keys) return {0, 0};
+        return {queries_of(last).begin, queries_of(first).end};
     }
 };
 
@@ -128,5 +126,16 @@ SKL_HOST_DEVICE decltype(auto) range_of_entry(const Params& params, int batch_id
         return KeyRange<kRagged>(params.range, params.table, batch_idx);
     } else {
         return range_of<KeyRange<kMask>>(params.range);
+    }
+}
+
+// The queries that see all of some keys, looked up once for a block of keys past which queries
+// stream; nothing where the table is none.
+template <class Range>
+SKL_HOST_DEVICE Interval queries_of_all(const Range& range, int first_key, int num_keys) {
+    if constexpr (Range::kIsRagged) {
+        return range.queries_of_all(first_key, first_key + num_keys - 1);
+    } else {
+        return {};
     }
 }

@@ -77,6 +77,14 @@ struct TileRange {
     int begin, end;
 };
 
+// Where the tiles of a block begin, counted from multiples of their size: those of a ragged batch
+// at the first key of a sequence, so that the other sequence there costs nothing.
+template <int kBlockK, class Range>
+SKL_HOST_DEVICE int origin_of(const Range& range, int first_query) {
+    if constexpr (Range::kIsRagged) return range.begin(first_query) % kBlockK;
+    return 0;
+}
+
 // The tiles that hold any of the keys that the queries [first, last] see; none where there are
 // none.
 template <int kBlockK, class Range>
@@ -84,7 +92,8 @@ SKL_HOST_DEVICE TileRange tiles_of(const Range& range, int first, int last) {
     const Interval keys = range.any_of(first, last);
     const int begin = keys.begin / kBlockK;
     const bool is_empty = Range::kIsWindowed && keys.begin >= keys.end;
-    return {begin, is_empty ? begin : ceil_div(keys.end, kBlockK)};
+    const int end = keys.end - origin_of<kBlockK>(range, first);
+    return {begin, is_empty ? begin : ceil_div(end, kBlockK)};
 }
 
 template <int kBlockK, class Range>
@@ -125,7 +134,9 @@ struct QueryWalk {
         key_head_idx = key_head_of_batch % num_key_heads;
         first_key = block_idx % params.num_blocks * kBlockRows;
         const Interval queries = range.queries_of(first_key, first_key + kBlockRows - 1);
-        query_begin = queries.begin / kBlockQ * kBlockQ;
+        // Tiles of a ragged batch begin at any tile of the scratch of dQ.
+        constexpr int kStep = Range::kIsRagged ? 16 : kBlockQ;
+        query_begin = queries.begin / kStep * kStep;
         query_end = queries.end;
         head_begin = key_head_idx * group;
         head_end = queries.begin < queries.end ? head_begin + group : head_begin;

@@ -68,7 +68,7 @@ class Cupy:
     def view(
         self, memory: Any, offset: int, dtype: str, shape: Sequence[int], strides: Sequence[int]
     ) -> Any:
-        kind = DTYPES[dtype]
+        kind = np.dtype(DTYPES.get(dtype, dtype))
         steps = tuple(stride * kind.itemsize for stride in strides)
         return self.cupy.ndarray(tuple(shape), kind, memory.data + offset, steps)
 
