@@ -117,7 +117,8 @@ SKL_DEVICE bool mask_transposed(float (&ds)[kLines][kElements], const Range& ran
     SKL_UNROLL
     for (int line = 0; line < kLines; ++line) {
         // The queries that see a key are an interval, too.
-        const int key = first_key + row_of_line(line);
+        int key = first_key + row_of_line(line);
+        if constexpr (Range::kIsRagged) pin(key);  // one look at the table after the other
         const Interval queries = key < range.num_keys ? range.queries_of(key, key) : Interval{0, 0};
         const int begin = queries.begin - first_col, end = queries.end - first_col;
         SKL_UNROLL
@@ -130,6 +131,7 @@ SKL_DEVICE bool mask_transposed(float (&ds)[kLines][kElements], const Range& ran
     }
     if constexpr (Range::kIsRagged) {
         // They may lie anywhere; the lanes of a warp look at a few each.
+        SKL_NO_UNROLL
         for (int col = lane_id(); col < 4 * kElements; col += 32) {
             leaks |= range.is_empty(first_query + col);
         }
