@@ -50,8 +50,9 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
 
     __shared__ Block block;
     using Range = KeyRange<kMask>;
-    const Range& range = range_of_entry<kMask>(params, batch_of_keys<kSide>(params, blockIdx.x));
-    if (threadIdx.x == 0) block.init(params, range);
+    if (threadIdx.x == 0) {
+        block.init(params, range_of_entry<kMask>(params, batch_of_keys<kSide>(params, blockIdx.x)));
+    }
     __syncthreads();
     const int first_key = block.first_key + warp_id() * Tile::kRowsPerWarp;
 
@@ -92,6 +93,7 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     SKL_NO_UNROLL
     for (QueryTile tile = block.first_tile(); !block.is_past(tile); tile = block.next(tile)) {
         const int first_query = tile.first_query, last_query = first_query + kBlockQ - 1;
+        const Range& range = range_of_entry<kMask>(params, block.batch_idx);
         if (block.exchanges_keys(params, tile)) {
             __syncthreads();
             block.template load_keys<3 - kSide>(params, kSide == 1 ? sK2 : sK1, tile.head_idx);
