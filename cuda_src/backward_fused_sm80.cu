@@ -50,9 +50,8 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
 
     __shared__ Block block;
     using Range = KeyRange<kMask>;
-    if (threadIdx.x == 0) {
-        block.init(params, range_of_entry<kMask>(params, batch_of_keys<kSide>(params, blockIdx.x)));
-    }
+    const Range& range = range_of_entry<kMask>(params, batch_of_keys<kSide>(params, blockIdx.x));
+    if (threadIdx.x == 0) block.init(params, range);
     __syncthreads();
     const int first_key = block.first_key + warp_id() * Tile::kRowsPerWarp;
 
@@ -93,6 +92,7 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     SKL_NO_UNROLL
     for (QueryTile tile = block.first_tile(); !block.is_past(tile); tile = block.next(tile)) {
         const int first_query = tile.first_query, last_query = first_query + kBlockQ - 1;
+        // Made anew, or the place of the batch entry stays in a register all the time.
         const Range& range = range_of_entry<kMask>(params, block.batch_idx);
         if (block.exchanges_keys(params, tile)) {
             __syncthreads();
