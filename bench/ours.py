@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ Overrides = Mapping[str, Any]
 
 def problem_of(workload: Workload) -> problem.Problem:
     """The problem of a workload, without its data."""
-    return problem.contiguous(
+    whole = problem.contiguous(
         workload.dtype,
         batch=1,
         num_heads=workload.heads,
@@ -33,6 +34,14 @@ def problem_of(workload: Workload) -> problem.Problem:
         head_dim2=workload.head_dim2,
         **workload.mask,
     )
+    return replace(whole, ragged=_ragged(workload)) if workload.lengths else whole
+
+
+def _ragged(workload: Workload) -> problem.Ragged | None:
+    if not workload.lengths:
+        return None
+    longest = max(workload.lengths)
+    return problem.Ragged(problem.CU_SEQLENS, len(workload.lengths), longest, longest)
 
 
 def gradients_of(workload: Workload) -> tuple[str, str]:
@@ -81,7 +90,13 @@ def describe(case: Case) -> problem.Problem:
         )
         for name, tensor in zip(problem.INPUTS, case.inputs, strict=True)
     ]
-    return problem.describe(*operands, **case.workload.mask, scale1=case.scale1, scale2=case.scale2)
+    return problem.describe(
+        *operands,
+        **case.workload.mask,
+        scale1=case.scale1,
+        scale2=case.scale2,
+        ragged=_ragged(case.workload),
+    )
 
 
 def forward_plan(case: Case) -> Any:
@@ -99,7 +114,7 @@ def backward_plan(case: Case, strategy: str, deterministic: bool) -> Any:
 
 def kernel_names(chosen: Any) -> str:
     """The kernels of a plan, the small ones that prepare, merge and cast left out."""
-    helpers = ("backward_prepare", "backward_finish", "reduce_splits")
+    helpers = ("backward_prepare", "backward_finish", "reduce_splits", "key_table")
     names = dict.fromkeys(kernel.kernel for kernel in chosen.kernels)
     return " + ".join(name for name in names if name not in helpers)
 
@@ -164,7 +179,7 @@ def split_entries(case: Case) -> list[Entry]:
 
 def forward_state(case: Case) -> skl.KLState:
     """One call of the forward."""
-    return skl.attention_kl(*case.inputs, **case.workload.mask, return_state=True)
+    return skl.attention_kl(*case.inputs, **case.mask, return_state=True)
 
 
 def forward_call(case: Case) -> Callable[[], Outputs]:
@@ -215,7 +230,7 @@ def backward_call(case: Case, strategy: str, deterministic: bool) -> Callable[[]
             *case.inputs,
             state,
             wrt=case.wrt,
-            **case.workload.mask,
+            **case.mask,
             strategy=strategy,
             deterministic=deterministic,
         )
