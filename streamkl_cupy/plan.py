@@ -1213,8 +1213,8 @@ def _side(
             boxes, smem = tile.boxes, tile.shared_memory(dim1, dim2, side)
         else:
             if not isinstance(tile, BackwardTile):
-                is_plain = problem.aligned and problem.kernel_mask == PLAIN
-                tile = backward_tile(name, dim1, dim2, side, device, is_plain)
+                aligned, mask = problem.aligned, problem.kernel_mask
+                tile = backward_tile(name, dim1, dim2, side, device, aligned, mask)
             template = backward_template(
                 name, problem.dtype, side, dim1, dim2, tile, problem.aligned, has_dk
             )
@@ -1469,26 +1469,28 @@ def use_fused(
 
 
 def backward_tile(
-    kernel: str, dim1: int, dim2: int, side: int, device: DeviceFacts, is_plain: bool
+    kernel: str, dim1: int, dim2: int, side: int, device: DeviceFacts, aligned: bool, mask: str
 ) -> BackwardTile:
     """Choose the tile of a kernel and a pair of buckets; see `backward_tiles`."""
-    tiles = backward_tiles(kernel, dim1, dim2, side, is_plain)
+    tiles = backward_tiles(kernel, dim1, dim2, side, aligned, mask)
     sizes = [tile.shared_memory(kernel, dim1, dim2) + STATIC_BYTES for tile in tiles]
     return _best_that_fits(kernel, (dim1, dim2), tiles, sizes, device)
 
 
 def backward_tiles(
-    kernel: str, dim1: int, dim2: int, side: int, is_plain: bool
+    kernel: str, dim1: int, dim2: int, side: int, aligned: bool, mask: str
 ) -> tuple[BackwardTile, ...]:
     """Tiles for a pair of buckets, the fastest first.
 
-    As many rows a warp as its accumulators leave registers for, and what else needs them unless
-    `is_plain`: guarded loads where addresses or strides are not aligned, and windows.
+    As many rows a warp as its accumulators leave registers for, and what else needs them: guarded
+    loads where addresses or strides are not aligned, and masks.
     """
     _, trained = _fixed_and_trained(dim1, dim2, side)
     large = (BackwardTile(2, 4, 48, 48, 2),) if trained <= 64 and dim1 + dim2 <= 128 else ()
+    if kernel == "backward_dk_sm80" and not aligned and mask == "kRagged":
+        large = ()
     medium = (BackwardTile(2, 4, 32, 32, 2),) if trained <= 128 and dim1 + dim2 <= 256 else ()
-    if kernel == "backward_dq_sm80" and not is_plain and dim1 + dim2 > 128:
+    if kernel == "backward_dq_sm80" and not (aligned and mask == PLAIN) and dim1 + dim2 > 128:
         medium = ()
     # The fused kernel's dQ needs registers, too, and more of them in fewer warps.
     crowded = kernel == "backward_fused_sm80" and trained > 192
@@ -1889,7 +1891,7 @@ def tile_candidates(
     if kernel == "backward_fused_sm90":
         cut = backward_warpgroup_tiles(*dims, side)
         return tuple(tile for tile in cut if tile.shared_memory(*dims, side) <= limit)
-    cuts = backward_tiles(kernel, *dims, side, problem.aligned and problem.kernel_mask == PLAIN)
+    cuts = backward_tiles(kernel, *dims, side, problem.aligned, problem.kernel_mask)
     return tuple(tile for tile in cuts if tile.shared_memory(kernel, *dims) + STATIC_BYTES <= limit)
 
 
@@ -2038,8 +2040,7 @@ def _specialisations(
                     only_dq = "fused" in kernel and (dim1, dim2) in in_full
                     for has_dk in (True, False) if only_dq else (True,):
                         if kernel.endswith("sm80"):
-                            is_plain = aligned and mask == PLAIN
-                            cut = backward_tile(kernel, dim1, dim2, side, device, is_plain)
+                            cut = backward_tile(kernel, dim1, dim2, side, device, aligned, mask)
                             template = backward_template(
                                 kernel, dtype, side, dim1, dim2, cut, aligned, has_dk
                             )
