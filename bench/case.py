@@ -88,9 +88,9 @@ class Case:
         return torch.cat([chosen, ends]).unique().to(self.device)
 
     def changed(self, **attributes: object) -> Case:
-        """The same case but for some attributes, its references not yet computed."""
+        """The same case but for some attributes, what follows from them not yet computed."""
         other = copy.copy(self)
-        for name in ("_forward_reference", "_backward_reference"):
+        for name in ("_forward_reference", "_backward_reference", "_packed", "mask"):
             other.__dict__.pop(name, None)
         for name, value in attributes.items():
             setattr(other, name, value)
@@ -101,12 +101,37 @@ class Case:
         if direction == "forward":
             return [(self.dkl.shape, torch.float32)] * 3
         q_t, k_t, _ = self.trained
+        if self.workload.lengths:
+            q_t, k_t = q_t.transpose(0, 1), k_t.transpose(0, 1)
         return [(q_t.shape, q_t.dtype), (k_t.shape, k_t.dtype)]
 
     @property
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q1, k1, q2, k2."""
-        return self.q1, self.k1, self.q2, self.k2
+        """q1, k1, q2, k2; of packed sequences ``(N, BH, D)``."""
+        return self._packed if self.workload.lengths else (self.q1, self.k1, self.q2, self.k2)
+
+    @cached_property
+    def _packed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        q1, k1, q2, k2 = (
+            x.transpose(0, 1).contiguous() for x in (self.q1, self.k1, self.q2, self.k2)
+        )
+        return q1, k1, q2, k2
+
+    @cached_property
+    def mask(self) -> dict[str, Any]:
+        """What ``attention_kl`` takes of the mask and of packed sequences."""
+        lengths = self.workload.lengths
+        if not lengths:
+            return self.workload.mask
+        ends = torch.tensor([0, *lengths]).cumsum(0).to(self.device, torch.int32)
+        longest = max(lengths)
+        return {
+            **self.workload.mask,
+            "cu_seqlens_q": ends,
+            "cu_seqlens_k": ends,
+            "max_seqlen_q": longest,
+            "max_seqlen_k": longest,
+        }
 
     @property
     def trained(self) -> tuple[torch.Tensor, torch.Tensor, float]:
@@ -161,7 +186,7 @@ class Case:
 
     def check_backward(self, outputs: Outputs) -> Errors:
         """Errors of dQ on the sampled rows and of dK on the sampled keys of the sampled heads."""
-        dq, dk = outputs
+        dq, dk = (x.transpose(0, 1) if self.workload.lengths else x for x in outputs)
         dq_reference, dk_reference = self._backward_reference
         return {
             "dq": _error(dq[self.heads][:, self.rows], dq_reference, dq),
@@ -205,6 +230,10 @@ class Case:
             hidden = keys > last[:, None]
             if self.workload.window is not None:
                 hidden |= keys < last[:, None] - self.workload.window
+            if self.workload.lengths:
+                ends = torch.tensor(self.workload.lengths, device=self.device).cumsum(0)
+                sequences = torch.bucketize(rows, ends, right=True)
+                hidden |= torch.bucketize(keys, ends, right=True) < sequences[:, None]
             s1.masked_fill_(hidden, -math.inf)
             s2.masked_fill_(hidden, -math.inf)
         return s1, s2

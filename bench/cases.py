@@ -20,6 +20,9 @@ DETERMINISTIC = "ours, deterministic"
 SPLITS = "ours, splits"
 # Of the rate without a window: its time is at most 15 % above its share of the work.
 LEAST_SHARE_OF_WINDOW = 0.87
+# Of the rate of one sequence.
+LEAST_SHARE_OF_PACKED = 0.90
+PACKED_LENGTHS = (24576, 16384, 12288, 6144, 4096, 2048)
 # Of the cases whose rounds are many and short.
 SHARING_ROUNDS = 6
 
@@ -166,6 +169,7 @@ def forward() -> tuple[Spec, ...]:
     specs.append(Spec("8 heads share keys", replace(SQUARE, group=8), (AUTO,)))
     specs.append(_windowed("d = 128", LEAST_SHARE_OF_WINDOW))
     specs.append(Spec("d = 128, N = 16K, softcap 50", replace(SQUARE, softcap=50.0), (AUTO,)))
+    specs.append(_packed("d = 128", LEAST_SHARE_OF_PACKED))
     specs.append(Spec("BH = 8, N = 512K, causal", LONGEST, (AUTO,)))
     return tuple(specs)
 
@@ -248,6 +252,7 @@ def backward() -> tuple[Spec, ...]:
     for setting in (1, 2):
         shape = replace(SQUARE, setting=setting, softcap=50.0)
         specs.append(Spec(f"Setting {setting}, d = 128, N = 16K, softcap 50", shape, (AUTO,)))
+    specs.append(_packed("Setting 1, d = 128", LEAST_SHARE_OF_PACKED))
     return tuple(specs)
 
 
@@ -529,6 +534,14 @@ def _windowed(what: str, least: float) -> Spec:
     """A window of 4096 keys in 64K, held against the rate of the causal problem around it."""
     shape = replace(SQUARE, num_queries=65536, num_keys=65536, causal=True, window=4095)
     return Spec(f"{what}, N = 64K, window of 4K", shape, (AUTO,), interpolated=least)
+
+
+def _packed(what: str, least: float) -> Spec:
+    """Packed sequences of 64K tokens, held against the rate of one causal sequence of as many."""
+    total = sum(PACKED_LENGTHS)
+    shape = replace(SQUARE, num_queries=total, num_keys=total, causal=True, lengths=PACKED_LENGTHS)
+    label = f"{what}, {len(PACKED_LENGTHS)} packed sequences of 2K to 24K, causal"
+    return Spec(label, shape, (AUTO,), interpolated=least)
 
 
 def _label(what: str, length: int, causal: bool) -> str:

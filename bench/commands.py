@@ -503,8 +503,8 @@ def _expanded(bar: Bar, entries: Sequence[str]) -> Bar:
 def _interpolate(
     specs: Sequence[Spec], rows: Sequence[Row], mean_dim: Callable[[Workload], float]
 ) -> None:
-    """Bars of the problems with two head dims, from the rates of the square ones, and of windows,
-    from the rate without."""
+    """Bars of the problems with two head dims, from the rates of the square ones, and of windows
+    and packed sequences, from the rate without."""
     rates = {(row["case"], row["entry"]): row.get("rate") for row in rows}
     for spec in specs:
         if spec.interpolated is None:
@@ -516,12 +516,13 @@ def _interpolate(
             if other.workload.head_dim1 == other.workload.head_dim2
             and other.workload.window is None
             and other.workload.softcap is None
+            and not other.workload.lengths
             and replace(
                 other.workload,
                 head_dim1=spec.workload.head_dim1,
                 head_dim2=spec.workload.head_dim2,
             )
-            == replace(spec.workload, window=None)
+            == replace(spec.workload, window=None, lengths=())
             and (rate := rates.get((other.label, entry))) is not None
         ]
         (row,) = (row for row in rows if (row["case"], row["entry"]) == (spec.label, entry))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ Overrides = Mapping[str, Any]
 
 def problem_of(workload: Workload) -> problem.Problem:
     """The problem of a workload, without its data."""
-    return problem.contiguous(
+    whole = problem.contiguous(
         workload.dtype,
         batch=1,
         num_heads=workload.heads,
@@ -34,6 +35,14 @@ def problem_of(workload: Workload) -> problem.Problem:
         **workload.mask,
         **workload.softcaps,
     )
+    return replace(whole, ragged=_ragged(workload)) if workload.lengths else whole
+
+
+def _ragged(workload: Workload) -> problem.Ragged | None:
+    if not workload.lengths:
+        return None
+    longest = max(workload.lengths)
+    return problem.Ragged(problem.CU_SEQLENS, len(workload.lengths), longest, longest)
 
 
 def gradients_of(workload: Workload) -> tuple[str, str]:
@@ -82,8 +91,14 @@ def describe(case: Case) -> problem.Problem:
         )
         for name, tensor in zip(problem.INPUTS, case.inputs, strict=True)
     ]
-    options = {**case.workload.mask, **case.workload.softcaps}
-    return problem.describe(*operands, **options, scale1=case.scale1, scale2=case.scale2)
+    return problem.describe(
+        *operands,
+        **case.workload.mask,
+        **case.workload.softcaps,
+        scale1=case.scale1,
+        scale2=case.scale2,
+        ragged=_ragged(case.workload),
+    )
 
 
 def forward_plan(case: Case) -> Any:
@@ -101,7 +116,7 @@ def backward_plan(case: Case, strategy: str, deterministic: bool) -> Any:
 
 def kernel_names(chosen: Any) -> str:
     """The kernels of a plan, the small ones that prepare, merge and cast left out."""
-    helpers = ("backward_prepare", "backward_finish", "reduce_splits")
+    helpers = ("backward_prepare", "backward_finish", "reduce_splits", "key_table")
     names = dict.fromkeys(kernel.kernel for kernel in chosen.kernels)
     return " + ".join(name for name in names if name not in helpers)
 
@@ -166,7 +181,7 @@ def split_entries(case: Case) -> list[Entry]:
 
 def forward_state(case: Case) -> skl.KLState:
     """One call of the forward."""
-    options = {**case.workload.mask, **case.workload.softcaps}
+    options = {**case.mask, **case.workload.softcaps}
     return skl.attention_kl(*case.inputs, **options, return_state=True)
 
 
@@ -218,7 +233,7 @@ def backward_call(case: Case, strategy: str, deterministic: bool) -> Callable[[]
             *case.inputs,
             state,
             wrt=case.wrt,
-            **case.workload.mask,
+            **case.mask,
             **case.workload.softcaps,
             strategy=strategy,
             deterministic=deterministic,

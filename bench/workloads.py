@@ -32,6 +32,8 @@ class Workload:
         With `causal`: how many keys before its own a query sees. None for all.
     softcap
         Bound of the logits of both sides. None for none.
+    lengths
+        With `causal`: those of packed sequences, which add up to both lengths. Empty for one.
     """
 
     heads: int
@@ -45,6 +47,7 @@ class Workload:
     group: int = 1
     window: int | None = None
     softcap: float | None = None
+    lengths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         sizes = {
@@ -66,6 +69,10 @@ class Workload:
             )
         if self.window is not None and not (self.causal and self.num_queries == self.num_keys):
             raise ValueError("window: expected a causal square, got another problem")
+        if self.lengths and not (
+            self.causal and self.num_queries == self.num_keys == sum(self.lengths)
+        ):
+            raise ValueError("lengths: expected a causal square of their sum, got another problem")
         if self.heads % self.group:
             raise ValueError(
                 f"group: expected a divisor of the {self.heads} heads, got {self.group}"
@@ -77,6 +84,7 @@ class Workload:
         mask = (f"_group{self.group}" if self.group > 1 else "") + "_causal" * self.causal
         mask += "" if self.window is None else f"_window{self.window}"
         mask += "" if self.softcap is None else f"_softcap{self.softcap:g}"
+        mask += f"_packed{len(self.lengths)}" if self.lengths else ""
         return (
             f"bh{self.heads}_q{self.num_queries}_k{self.num_keys}"
             f"_d{self.head_dim1}x{self.head_dim2}_{SHORT_DTYPES[self.dtype]}{mask}"
@@ -104,6 +112,8 @@ class Workload:
         A causal square counts as half of the full one, by custom; a causal rectangle counts the
         pairs that its mask allows, and so does a window.
         """
+        if self.lengths:
+            return sum(self.heads * length * length / 2 for length in self.lengths)
         if self.window is not None:
             seen = min(self.window + 1, self.num_keys)  # by all but the first rows
             return float(self.heads * (self.num_queries * seen - seen * (seen - 1) // 2))
@@ -213,7 +223,16 @@ def shrunk(workload: Workload) -> Workload:
         num_queries=min(workload.num_queries, num_keys),
         num_keys=num_keys,
         window=None if workload.window is None else min(workload.window, num_keys // 4),
+        lengths=_cut(workload.lengths, num_keys),
     )
+
+
+def _cut(lengths: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """Lengths in the same proportions that add up to `most`."""
+    if not lengths:
+        return ()
+    shares = [length * most // sum(lengths) for length in lengths]
+    return (most - sum(shares[1:]), *shares[1:])
 
 
 # Defaults of each command, and what the cases of `cases.py` are made of.

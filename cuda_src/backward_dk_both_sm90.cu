@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     static_assert(sizeof(Walk) <= Traits::kWalkBytes, "the walk fits its place");
     Walk& walk = *reinterpret_cast<Walk*>(smem_bytes + Traits::kWalkOffset);
     const BackwardParams& common = params.side1;
-    using Range = KeyRange<false>;
+    using Range = KeyRange<kPlain>;
     const Range& range = range_of<Range>(common.range);
     if (threadIdx.x == 0) walk.start(common, range, blockIdx.x);
     const int warpgroup = warp_id() / 4;

@@ -24,7 +24,7 @@
 #include "smem.cuh"
 
 template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kRowTiles, int kNumWarps,
-          int kBlockQ, int kChunkQ, int kNumStages, bool kIsAligned, bool kIsWindow,
+          int kBlockQ, int kChunkQ, int kNumStages, bool kIsAligned, Mask kMask,
           bool kHasSoftcap>
 __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     backward_dk_sm80(const BackwardParams params) {
@@ -37,7 +37,8 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     const uint32 sRing = sK1 + Tile::kStationaryBytes;
 
     __shared__ Block block;
-    const auto& range = range_of<KeyRange<kIsWindow>>(params.range);
+    using Range = KeyRange<kMask>;
+    const Range& range = range_of_entry<kMask>(params, batch_of_keys<kSide>(params, blockIdx.x));
     if (threadIdx.x == 0) block.init(params, range);
     __syncthreads();
     const int first_key = block.first_key + warp_id() * Tile::kRowsPerWarp;
@@ -69,6 +70,8 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     SKL_NO_UNROLL
     for (QueryTile tile = block.first_tile(); !block.is_past(tile); tile = block.next(tile)) {
         const int first_query = tile.first_query;
+        // Made anew, or the place of the batch entry stays in a register all the time.
+        const Range& range = range_of_entry<kMask>(params, block.batch_idx);
         if (block.exchanges_keys(params, tile)) {
             __syncthreads();
             block.template load_keys<3 - kSide>(params, kSide == 1 ? sK2 : sK1, tile.head_idx);

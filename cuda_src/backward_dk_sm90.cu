@@ -32,6 +32,7 @@ struct KeyRows {
     const Range& range;
     const Walk& walk;
     int first_of_group;
+    Interval seeing_all;
     int head_idx, first_query, query_end;
     float factor;
     const unsigned char* smem_bytes;
@@ -58,9 +59,13 @@ struct KeyRows {
     }
     SKL_DEVICE bool is_border() const {
         const int last = first_query + kBlockQ - 1;
-        const Interval all = range.all_of(first_query, last);
-        return first_of_group < all.begin || first_of_group + 64 > all.end ||
-               last >= range.num_queries;
+        if constexpr (Range::kIsRagged) {
+            return first_query < seeing_all.begin || last >= seeing_all.end;
+        } else {
+            const Interval all = range.all_of(first_query, last);
+            return first_of_group < all.begin || first_of_group + 64 > all.end ||
+                   last >= range.num_queries;
+        }
     }
     SKL_DEVICE bool mask(float (&ds)[2][kBlockQ / 4], const float (&)[2][kBlockQ / 4]) const {
         return mask_transposed(ds, range, first_of_group + 16 * (warp_id() % 4), first_query);
@@ -99,7 +104,7 @@ SKL_DEVICE void produce(const InputMaps& maps, const BackwardParams& params, Pai
 }
 
 template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kNumConsumers, int kBlockQ,
-          int kFixedStages, int kTrainedStages, int kFixedSteps, int kTrainedSteps, bool kIsWindow,
+          int kFixedStages, int kTrainedStages, int kFixedSteps, int kTrainedSteps, Mask kMask,
           bool kHasSoftcap>
 __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     backward_dk_sm90(const __grid_constant__ InputMaps maps,
@@ -113,8 +118,8 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     using Walk = QueryWalk<kSide, Traits::kBlockRows, kBlockQ>;
     static_assert(sizeof(Walk) <= Traits::kWalkBytes, "the walk fits its place");
     Walk& walk = *reinterpret_cast<Walk*>(smem_bytes + Traits::kWalkOffset);
-    using Range = KeyRange<kIsWindow>;
-    const Range& range = range_of<Range>(params.range);
+    using Range = KeyRange<kMask>;
+    const Range& range = range_of_entry<kMask>(params, batch_of_keys<kSide>(params, blockIdx.x));
     if (threadIdx.x == 0) walk.start(params, range, blockIdx.x);
     const int warpgroup = warp_id() / 4;
     smem.init();
@@ -129,10 +134,12 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     take_registers<Traits::kConsumerRegisters>();
     // 3. and 4. The tiles.
     const int tiles_of_head = ceil_div(walk.query_end - walk.query_begin, kBlockQ);
+    const int first_of_group = walk.first_key + 64 * (warpgroup - 1);
     KeyRows<Element, Traits, Range, kHasSoftcap> rows{params,
                                                       range,
                                                       walk,
-                                                      walk.first_key + 64 * (warpgroup - 1),
+                                                      first_of_group,
+                                                      queries_of_all(range, first_of_group, 64),
                                                       walk.head_begin,
                                                       walk.query_begin - kBlockQ,
                                                       walk.query_end,

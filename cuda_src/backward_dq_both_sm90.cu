@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     const int batch_idx = head_of_batch / common.num_heads,
               head_idx = head_of_batch % common.num_heads;
     const int first_query = block_idx * Traits::kBlockRows;
-    using Range = KeyRange<false>;
+    using Range = KeyRange<kPlain>;
     const Range& range = range_of<Range>(common.range);
     const auto [tile_begin, tile_end] =
         tiles_of<kBlockK>(range, first_query, first_query + Traits::kBlockRows - 1);

@@ -22,7 +22,7 @@
 #include "softcap.cuh"
 
 template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kRowTiles, int kNumWarps,
-          int kBlockK, int kChunkK, int kNumStages, bool kIsAligned, bool kIsWindow,
+          int kBlockK, int kChunkK, int kNumStages, bool kIsAligned, Mask kMask,
           bool kHasSoftcap>
 __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     backward_dq_sm80(const BackwardParams params) {
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
               head_idx = head_of_batch % params.num_heads;
     const int first_query = block_idx * Tile::kBlockRows;
     const int first_row = first_query + warp_id() * Tile::kRowsPerWarp;
-    const auto& range = range_of<KeyRange<kIsWindow>>(params.range);
+    const auto& range = range_of_entry<kMask>(params, batch_idx);
 
     // 1. The queries and their statistics.
     const RowsOfHead gQ1 =
@@ -64,12 +64,14 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     // 2. The ring of key tiles.
     const auto [tile_begin, tile_end] =
         tiles_of<kBlockK>(range, first_query, first_query + Tile::kBlockRows - 1);
+    const int origin = origin_of<kBlockK>(range, first_query);
     const auto load_stage = [&, end = tile_end](int tile, int stage) {
         if (tile < end) {
             const uint32 sK1 = sRing + stage * Tile::kStageBytes;
-            load_tile<kBlockK, kHeadDim1, Tile::kNumThreads, kIsAligned>(sK1, gK1, tile * kBlockK);
+            load_tile<kBlockK, kHeadDim1, Tile::kNumThreads, kIsAligned>(sK1, gK1,
+                                                                         tile * kBlockK + origin);
             load_tile<kBlockK, kHeadDim2, Tile::kNumThreads, kIsAligned>(
-                sK1 + Tile::kStreamed1Bytes, gK2, tile * kBlockK);
+                sK1 + Tile::kStreamed1Bytes, gK2, tile * kBlockK + origin);
         }
         cp_async_commit();  // empty at the end, so that the count of pending groups stays the same
     };
@@ -95,7 +97,7 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
         const uint32 sK1 = sRing + stage * Tile::kStageBytes, sK2 = sK1 + Tile::kStreamed1Bytes;
         SKL_NO_UNROLL
         for (int chunk = 0; chunk < kBlockK; chunk += kChunkK) {
-            const int first_key = tile * kBlockK + chunk;
+            const int first_key = tile * kBlockK + origin + chunk;
             if (first_row >= range.num_queries || first_key >= any.end ||
                 first_key + kChunkK <= any.begin)
                 continue;

@@ -76,7 +76,7 @@ struct QueryRows {
 };
 
 template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kNumConsumers, int kBlockK,
-          int kFixedStages, int kTrainedStages, int kFixedSteps, int kTrainedSteps, bool kIsWindow,
+          int kFixedStages, int kTrainedStages, int kFixedSteps, int kTrainedSteps, Mask kMask,
           bool kHasSoftcap>
 __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     backward_dq_sm90(const __grid_constant__ InputMaps maps,
@@ -91,10 +91,11 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     const int batch_idx = head_of_batch / params.num_heads,
               head_idx = head_of_batch % params.num_heads;
     const int first_query = block_idx * Traits::kBlockRows;
-    using Range = KeyRange<kIsWindow>;
-    const Range& range = range_of<Range>(params.range);
+    using Range = KeyRange<kMask>;
+    const Range& range = range_of_entry<kMask>(params, batch_idx);
     const auto [tile_begin, tile_end] =
         tiles_of<kBlockK>(range, first_query, first_query + Traits::kBlockRows - 1);
+    const int origin = origin_of<kBlockK>(range, first_query);
     const int warpgroup = warp_id() / 4;
     smem.init();
     __syncthreads();
@@ -111,7 +112,7 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
         const HeadMap trained_keys = key_map<kSide>(maps, params, head_idx, batch_idx);
         SKL_NO_UNROLL
         for (int tile = tile_begin; tile < tile_end; ++tile)
-            smem.load_tiles(fixed_keys, trained_keys, tile * kBlockK);
+            smem.load_tiles(fixed_keys, trained_keys, tile * kBlockK + origin);
         return;
     }
 
@@ -120,10 +121,10 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     const int first_of_group = first_query + 64 * (warpgroup - 1);
     const Interval any = range.any_of(first_of_group, first_of_group + 63);
     const bool has_keys = first_of_group < range.num_queries && any.begin < any.end;
-    const int group_begin = has_keys ? any.begin / kBlockK : tile_begin;
-    const int group_end = has_keys ? ceil_div(any.end, kBlockK) : tile_begin;
+    const int group_begin = has_keys ? (any.begin - origin) / kBlockK : tile_begin;
+    const int group_end = has_keys ? ceil_div(any.end - origin, kBlockK) : tile_begin;
     QueryRows<Element, Traits, Range, kHasSoftcap> rows{
-        params, range, first_of_group + 16 * (warp_id() % 4), (group_begin - 1) * kBlockK,
+        params, range, first_of_group + 16 * (warp_id() % 4), (group_begin - 1) * kBlockK + origin,
         range.all_of(first_of_group, first_of_group + 63)};
     rows.load(batch_idx, head_idx);
     float dq[2][Traits::kTrainedDim / 4];

@@ -153,7 +153,8 @@ struct Consumer {
         : params(params),
           smem(smem),
           base(base),
-          rows(range_of<KeyRange<false>>(params.range), kSide == 1 ? params.group1 : params.group2),
+          rows(range_of<KeyRange<kPlain>>(params.range),
+               kSide == 1 ? params.group1 : params.group2),
           lane(lane_id()),
           warp(warp_id() % 4),
           group(warp_id() / 4 - 1) {}

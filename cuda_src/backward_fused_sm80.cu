@@ -31,7 +31,7 @@
 #include "smem.cuh"
 
 template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kRowTiles, int kNumWarps,
-          int kBlockQ, int kNumStages, bool kHasDk, bool kIsAligned, bool kIsWindow,
+          int kBlockQ, int kNumStages, bool kHasDk, bool kIsAligned, Mask kMask,
           bool kHasSoftcap>
 __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     backward_fused_sm80(const BackwardParams params) {
@@ -45,12 +45,13 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     // Columns of dQ are dealt to warps in pairs of column tiles.
     constexpr int kColPairs = kHeadDim / 16, kColPairsPerWarp = ceil_div(kColPairs, kNumWarps);
     extern __shared__ __align__(128) unsigned char smem[];
-    __shared__ uint32 sLargest;
+    __shared__ uint32 sLargest, sHasBroken;  // the latter of a ragged batch alone
     const uint32 sK1 = shared_address(smem), sK2 = sK1 + Tile::kStationary1Bytes;
     const uint32 sRing = sK1 + Tile::kStationaryBytes, sGradient = sK1 + kGradientOffset;
 
     __shared__ Block block;
-    const auto& range = range_of<KeyRange<kIsWindow>>(params.range);
+    using Range = KeyRange<kMask>;
+    const Range& range = range_of_entry<kMask>(params, batch_of_keys<kSide>(params, blockIdx.x));
     if (threadIdx.x == 0) block.init(params, range);
     __syncthreads();
     const int first_key = block.first_key + warp_id() * Tile::kRowsPerWarp;
@@ -79,10 +80,21 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     float dk[kLines][kHeadDim / 4];
     clear(dk);
 
+    if constexpr (Range::kIsRagged) {
+        cp_async_wait<0>();
+        __syncthreads();
+        const bool has_broken = __syncthreads_or(
+            has_broken_keys<Element, kHeadDim, Tile::kBlockRows, Tile::kNumThreads>(
+                smem + (kSide == 1 ? 0 : Tile::kStationary1Bytes)));
+        if (threadIdx.x == 0) sHasBroken = has_broken;
+    }
+
     int stage = 0;
     SKL_NO_UNROLL
     for (QueryTile tile = block.first_tile(); !block.is_past(tile); tile = block.next(tile)) {
         const int first_query = tile.first_query, last_query = first_query + kBlockQ - 1;
+        // Made anew, or the place of the batch entry stays in a register all the time.
+        const Range& range = range_of_entry<kMask>(params, block.batch_idx);
         if (block.exchanges_keys(params, tile)) {
             __syncthreads();
             block.template load_keys<3 - kSide>(params, kSide == 1 ? sK2 : sK1, tile.head_idx);
@@ -109,7 +121,9 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
         const bool is_border = first_key < all.begin || first_key + Tile::kRowsPerWarp > all.end ||
                                last_query >= range.num_queries;
         transposed_gradients<kSide, kHasSoftcap>(ds, s1, s2, rows, 0, params, factor);
-        const bool leaks = is_border && mask_transposed(ds, range, first_key, first_query);
+        bool leaks = is_border && mask_transposed(ds, range, first_key, first_query);
+        // An Inf in a key that a query does not see may leave no trace in dS.
+        if constexpr (Range::kIsRagged) leaks |= is_border && sHasBroken != 0;
         if constexpr (kNeedsRunningFactor<Element, kSide>) {
             // All warps add to one dQ, so they share one factor.
             if (threadIdx.x == 0) sLargest = 0;

@@ -40,7 +40,7 @@
 #include "warpgroup.cuh"
 
 template <class Element_, int kSide_, int kHeadDim1_, int kHeadDim2_, int kNumConsumers_,
-          int kNumStages_, int kNumBuffers_, int kRegisterSteps, bool kIsWindow>
+          int kNumStages_, int kNumBuffers_, int kRegisterSteps, Mask kMask_>
 struct FusedTraits {
     using Element = Element_;
     static constexpr int kSide = kSide_, kHeadDim1 = kHeadDim1_, kHeadDim2 = kHeadDim2_;
@@ -49,7 +49,8 @@ struct FusedTraits {
     static constexpr int kHeadDim = kSide == 1 ? kHeadDim1 : kHeadDim2;
     static constexpr int kBlockQ = 64, kBlockK = 64 * kNumConsumers;
     using Walk = StaggeredWalk<kSide, kBlockK, kBlockQ>;
-    using Range = KeyRange<kIsWindow>;
+    static constexpr Mask kMask = kMask_;
+    using Range = KeyRange<kMask>;
 
     static constexpr int kSteps1 = min_of(kRegisterSteps, kHeadDim1 / 16);
     using Keys1 = PanelMixed<kHeadDim1, kSteps1, kBlockK>;
@@ -99,9 +100,14 @@ struct FusedTraits {
 // each other at once. Each role starts a walk of its own, or its places would stay alive in all of
 // them.
 template <class Traits>
+SKL_DEVICE decltype(auto) range_of_block(const BackwardParams& params) {
+    return range_of_entry<Traits::kMask>(params, batch_of_keys<Traits::kSide>(params, blockIdx.x));
+}
+
+template <class Traits>
 SKL_DEVICE typename Traits::Walk walk_of_block(const BackwardParams& params) {
     typename Traits::Walk walk;
-    walk.start(params, range_of<typename Traits::Range>(params.range), blockIdx.x);
+    walk.start(params, range_of_block<Traits>(params), blockIdx.x);
     return walk;
 }
 
@@ -175,11 +181,15 @@ SKL_DEVICE void produce(const InputMaps& maps, const BackwardParams& params, uin
 
 // Whether a mask runs through the tile of these keys and queries.
 template <class Range>
-SKL_DEVICE bool is_border(const Range& range, int first_key, int num_keys, int first_query,
-                          int num_queries) {
-    const Interval all = range.all_of(first_query, first_query + num_queries - 1);
-    return first_key < all.begin || first_key + num_keys > all.end ||
-           first_query + num_queries > range.num_queries;
+SKL_DEVICE bool is_border(const Range& range, const Interval& seeing_all, int first_key,
+                          int num_keys, int first_query, int num_queries) {
+    if constexpr (Range::kIsRagged) {
+        return first_query < seeing_all.begin || first_query + num_queries > seeing_all.end;
+    } else {
+        const Interval all = range.all_of(first_query, first_query + num_queries - 1);
+        return first_key < all.begin || first_key + num_keys > all.end ||
+               first_query + num_queries > range.num_queries;
+    }
 }
 
 // The keys of the side with gradients that hold a NaN or Inf: a bit for each of the rows
@@ -306,7 +316,7 @@ SKL_DEVICE void sum_tiles(const BackwardParams& params, const typename Traits::W
     constexpr int kCols = kIsBroken ? 32 : Traits::kSumCols;
     const int lane = lane_id(), warp = warp_id() % 4;
     const uint32 sSums = base + Traits::kSumOffset + warp * Traits::kNumSums * Traits::kSumBytes;
-    const auto& range = range_of<typename Traits::Range>(params.range);
+    const auto& range = range_of_block<Traits>(params);
     float unscale = 1.f / call_factor<Element>(params.max_dkl);
     Ring<Traits::kNumBuffers> gradients(base + Traits::kGradientBarriers);
     uint32 sum_offset = 0;
@@ -406,10 +416,11 @@ SKL_DEVICE void consume(const BackwardParams& params, const unsigned char* smem,
     using Element = typename Traits::Element;
     constexpr int kSide = Traits::kSide, kHeadDim = Traits::kHeadDim, kBlockQ = Traits::kBlockQ;
     constexpr int kElements = kBlockQ / 4;
-    const auto& range = range_of<typename Traits::Range>(params.range);
+    const auto& range = range_of_block<Traits>(params);
     const int lane = lane_id(), warp = warp_id() - 8, group = warp / 4;
     const int first_key = walk.first_key + 64 * group,
               first_key_of_warp = walk.first_key + 16 * warp;
+    const Interval seeing_all = queries_of_all(range, first_key, 64);
     Ring<Traits::kNumStages> ring(base + Traits::kRingBarriers);
     Ring<Traits::kNumBuffers> gradients(base + Traits::kGradientBarriers);
     float factor = call_factor<Element>(params.max_dkl);
@@ -461,7 +472,7 @@ SKL_DEVICE void consume(const BackwardParams& params, const unsigned char* smem,
         pin_all(ds);  // above the end of the turn
         turns.end(turns_left > 1);
         --turns_left;
-        if (!is_border(range, first_key, 64, first_query, kBlockQ)) return false;
+        if (!is_border(range, seeing_all, first_key, 64, first_query, kBlockQ)) return false;
         int first_key_here = first_key_of_warp;
         pin(first_key_here);  // or what the masks make of it stays in registers all the time
         return named_barrier_any<128>(Traits::kConsumerBarrier + group,
@@ -568,12 +579,12 @@ SKL_DEVICE void consume(const BackwardParams& params, const unsigned char* smem,
 }
 
 template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kNumConsumers, int kNumStages,
-          int kNumBuffers, int kRegisterSteps, bool kHasDk, bool kIsWindow, bool kHasSoftcap>
+          int kNumBuffers, int kRegisterSteps, bool kHasDk, Mask kMask, bool kHasSoftcap>
 __global__ void __launch_bounds__(128 * (kNumConsumers + 2), 1)
     backward_fused_sm90(const __grid_constant__ InputMaps maps,
                         const __grid_constant__ BackwardParams params) {
     using Traits = FusedTraits<Element, kSide, kHeadDim1, kHeadDim2, kNumConsumers, kNumStages,
-                               kNumBuffers, kRegisterSteps, kIsWindow>;
+                               kNumBuffers, kRegisterSteps, kMask>;
     extern __shared__ __align__(1024) unsigned char smem[];
     const uint32 base = shared_address(smem);
     if (threadIdx.x == 0) {

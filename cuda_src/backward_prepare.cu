@@ -56,8 +56,9 @@ __global__ void __launch_bounds__(kPrepareThreads) backward_prepare(const Prepar
         }
         if (params.max_dkl != nullptr) {
             magnitude = __float_as_uint(dkl) & 0x7fffffffu;
-            if (magnitude >= 0x7f800000u)
-                magnitude = 0;  // Inf and NaN reach the gradients, not the factor
+            // Inf and NaN reach the gradients, not the factor; rows without keys reach neither.
+            if (magnitude >= 0x7f800000u || statistics.exponent1 == no_row().exponent1)
+                magnitude = 0;
         }
     }
     if (params.max_dkl == nullptr) return;

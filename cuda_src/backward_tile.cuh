@@ -130,24 +130,41 @@ SKL_DEVICE void transposed_gradients(float (&ds)[kLines][kElements],
         });
 }
 
+// Whether a key in shared memory holds a NaN or Inf.
+template <class Element, int kHeadDim>
+SKL_DEVICE bool is_broken_key(const unsigned char* keys, int row) {
+    using Keys = TileLayout<kHeadDim>;
+    bool is_broken = false;
+    SKL_NO_UNROLL
+    for (int i = 0; i < kHeadDim / 2; ++i) {
+        const uint32 pair =
+            *reinterpret_cast<const uint32*>(keys + Keys::offset_bytes(row, i / 4) + i % 4 * 4);
+        is_broken |= finite_or_zero<Element>(pair) != pair;
+    }
+    return is_broken;
+}
+
+// Whether any of this thread's share of a tile of keys does.
+template <class Element, int kHeadDim, int kBlockKeys, int kNumThreads>
+SKL_DEVICE bool has_broken_keys(const unsigned char* keys) {
+    bool has_broken = false;
+    SKL_NO_UNROLL
+    for (int row = threadIdx.x; row < kBlockKeys; row += kNumThreads) {
+        has_broken |= is_broken_key<Element, kHeadDim>(keys, row);
+    }
+    return has_broken;
+}
+
 // Writes NaN into dS^T (in shared memory, [keys][queries]) for every query that sees a key with a
 // NaN or Inf in it: the product for dQ is about to read such keys as zero, for the sake of the
 // queries that do not see them.
 template <class Element, int kHeadDim, int kBlockKeys, int kBlockQ, int kNumThreads, class Range>
 SKL_DEVICE void mark_broken_keys(unsigned char* gradients, const unsigned char* keys,
                                  const Range& range, int first_key, int first_query) {
-    using Keys = TileLayout<kHeadDim>;
     using Gradients = TileLayout<ceil_div(kBlockQ, 32) * 32>;
     SKL_NO_UNROLL
     for (int row = threadIdx.x; row < kBlockKeys; row += kNumThreads) {
-        bool is_broken = false;
-        SKL_NO_UNROLL
-        for (int i = 0; i < kHeadDim / 2; ++i) {
-            const uint32 pair =
-                *reinterpret_cast<const uint32*>(keys + Keys::offset_bytes(row, i / 4) + i % 4 * 4);
-            is_broken |= finite_or_zero<Element>(pair) != pair;
-        }
-        if (!is_broken) continue;
+        if (!is_broken_key<Element, kHeadDim>(keys, row)) continue;
         const int key = first_key + row;
         SKL_NO_UNROLL
         for (int col = 0; col < kBlockQ; ++col) {

@@ -68,7 +68,7 @@ struct ForwardTraits {
 
 template <class Element, int kHeadDim1, int kHeadDim2, int kRowTiles, int kNumWarpsQ,
           int kNumWarpsK, int kBlockK, int kChunkK, int kNumStages, bool kQueriesInRegisters,
-          bool kIsAligned, bool kIsPacked, bool kIsWindow, bool kHasEntropy, bool kHasSoftcap>
+          bool kIsAligned, bool kIsPacked, Mask kMask, bool kHasEntropy, bool kHasSoftcap>
 __global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ* kNumWarpsK <= 4 ? 2 : 1)
     forward_sm80(const ForwardParams params) {
     using Traits =
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ* kNum
     const int warp_k = kNumWarpsK == 1 ? 0 : warp_id() / kNumWarpsQ;
     const int first_row = warp_q * Traits::kRowsPerWarp;
     const TileRows<kIsPacked> rows(params, block, first_row);
-    const auto& range = range_of<KeyRange<kIsWindow>>(params.range);
+    const auto& range = range_of_entry<kMask>(params, batch_idx);
 
     // 1. The queries.
     const RowsOfHead gQ1 =
@@ -121,12 +121,14 @@ __global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ* kNum
     const TileRange tiles = tiles_of_split<kBlockK>(
         range, block.first_query, kIsPacked ? params.queries_per_tile : Traits::kBlockQ,
         block.split_idx, params.num_splits);
+    const int origin = origin_of<kBlockK>(range, block.first_query);
     const auto load_stage = [&](int tile, int stage) {
         if (tile < tiles.end) {
             const uint32 sK1 = sRing + stage * Traits::kStageBytes;
-            load_tile<kBlockK, kHeadDim1, kNumThreads, kIsAligned>(sK1, gK1, tile * kBlockK);
+            load_tile<kBlockK, kHeadDim1, kNumThreads, kIsAligned>(sK1, gK1,
+                                                                   tile * kBlockK + origin);
             load_tile<kBlockK, kHeadDim2, kNumThreads, kIsAligned>(sK1 + Traits::kK1Bytes, gK2,
-                                                                   tile * kBlockK);
+                                                                   tile * kBlockK + origin);
         }
         cp_async_commit();  // empty at the end, so that the count of pending groups stays the same
     };
@@ -154,7 +156,7 @@ __global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ* kNum
         SKL_NO_UNROLL
         for (int chunk = 0; chunk < Traits::kKeysPerWarp; chunk += kChunkK) {
             const int key_of_tile = warp_k * Traits::kKeysPerWarp + chunk;
-            const int first_key = tile * kBlockK + key_of_tile;
+            const int first_key = tile * kBlockK + origin + key_of_tile;
             if (!has_rows || first_key >= any.end || first_key + kChunkK <= any.begin) continue;
             // 3. The logits.
             float s1[kLines][kChunkK / 4], s2[kLines][kChunkK / 4];

@@ -64,7 +64,7 @@ struct ForwardTraits {
 };
 
 template <class Element, int kHeadDim1, int kHeadDim2, int kNumConsumers, int kBlockK,
-          int kNumStages, bool kQueriesInRegisters, bool kIsPacked, bool kIsWindow,
+          int kNumStages, bool kQueriesInRegisters, bool kIsPacked, Mask kMask,
           bool kHasEntropy, bool kHasSoftcap>
 __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     forward_sm90(const __grid_constant__ InputMaps maps,
@@ -88,9 +88,10 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     }
     const ForwardBlock block = forward_block(params, blockIdx.x);
     const int batch_idx = block.batch_idx, head_idx = block.head_idx;
-    const auto& range = range_of<KeyRange<kIsWindow>>(params.range);
+    const auto& range = range_of_entry<kMask>(params, batch_idx);
     const TileRange tiles = tiles_of_split<kBlockK>(
         range, block.first_query, params.queries_per_tile, block.split_idx, params.num_splits);
+    const int origin = origin_of<kBlockK>(range, block.first_query);
     const int warpgroup = warp_id() / 4;
 
     if (threadIdx.x == 0) {
@@ -118,10 +119,11 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
             if (lane == 0) {
                 const uint32 sK1 = sRing + ring.stage * Traits::kStageBytes;
                 ring.producer_expect(Traits::kStageBytes);
-                Tile1::template load<kBlockK>(sK1, maps.k1, tile * kBlockK, key_head1, key_batch1,
+                Tile1::template load<kBlockK>(sK1, maps.k1, tile * kBlockK + origin, key_head1,
+                                              key_batch1, ring.full());
+                Tile2::template load<kBlockK>(sK1 + Traits::kK1Bytes, maps.k2,
+                                              tile * kBlockK + origin, key_head2, key_batch2,
                                               ring.full());
-                Tile2::template load<kBlockK>(sK1 + Traits::kK1Bytes, maps.k2, tile * kBlockK,
-                                              key_head2, key_batch2, ring.full());
             }
             __syncwarp();
             ring.advance();
@@ -220,7 +222,7 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     if (Traits::kTakesTurns && tiles.begin < tiles.end) turns.start();
     SKL_NO_UNROLL
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
-        const int first_key = tile * kBlockK;
+        const int first_key = tile * kBlockK + origin;
         ring.consumer_wait();
         if constexpr (Traits::kTakesTurns) turns.begin();
         if (!has_rows || first_key >= any.end || first_key + kBlockK <= any.begin) {

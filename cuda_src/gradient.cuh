@@ -117,7 +117,8 @@ SKL_DEVICE bool mask_transposed(float (&ds)[kLines][kElements], const Range& ran
     SKL_UNROLL
     for (int line = 0; line < kLines; ++line) {
         // The queries that see a key are an interval, too.
-        const int key = first_key + row_of_line(line);
+        int key = first_key + row_of_line(line);
+        if constexpr (Range::kIsRagged) pin(key);  // one look at the table after the other
         const Interval queries = key < range.num_keys ? range.queries_of(key, key) : Interval{0, 0};
         const int begin = queries.begin - first_col, end = queries.end - first_col;
         SKL_UNROLL
@@ -128,8 +129,17 @@ SKL_DEVICE bool mask_transposed(float (&ds)[kLines][kElements], const Range& ran
             ds[line][e] = is_visible ? ds[line][e] : 0.f;
         }
     }
-    const int last_col = first_col + (kElements - 1) / 2 * 8 + 1;
-    return leaks || range.has_empty(first_col, last_col);
+    if constexpr (Range::kIsRagged) {
+        // They may lie anywhere; the lanes of a warp look at a few each.
+        SKL_NO_UNROLL
+        for (int col = lane_id(); col < 4 * kElements; col += 32) {
+            leaks |= range.is_empty(first_query + col);
+        }
+        return leaks;
+    } else {
+        const int last_col = first_col + (kElements - 1) / 2 * 8 + 1;
+        return leaks || range.has_empty(first_col, last_col);
+    }
 }
 
 // summed[rows][kHeadDim] += ds[rows][kCols] times kCols rows of a tile in shared memory. kScrub:

@@ -28,6 +28,7 @@ struct ForwardParams {
     float masked_logit1, masked_logit2;  // kMaskedLogit before the scale
     int64 num_rows;
     float *entropy, *cross_entropy;  // null unless the kernel has the entropy
+    KeyTable table;                  // null unless the mask is ragged
     float tanh_scale1, tanh_scale2;  // of logits with a bound (softcap.cuh), else 0
 };
 
@@ -61,6 +62,7 @@ struct BackwardParams {
     int num_blocks;        // blocks of stationary rows per head; few: tiles of keys of all heads
     float scale1, scale2;  // to base 2
     float gradient_scale;  // scale_t of the side that gets gradients
+    KeyTable table;        // null unless the mask is ragged
     float tanh_scale1, tanh_scale2;  // as in ForwardParams
 };
 
@@ -99,4 +101,16 @@ struct MergeParams {
     StateRef states[8];
     int64 num_rows;
     int num_states;
+};
+
+// Lengths are cut to what there is. Either the first three say what of each batch entry is there,
+// each null where all of it is, or the last two where each of the sequences of one entry begins.
+struct TableParams {
+    Interval *of_queries, *of_keys;  // KeyTable; null where it is not needed
+    const int *kv_starts, *kv_lens, *q_lens;
+    const int *cu_seqlens_q, *cu_seqlens_k;  // [num_sequences + 1]
+    int64 left, right, q_offset;             // as in Problem; -1 without a limit
+    int has_offset;                          // else the last query's place is the last key
+    int num_queries, num_keys, num_sequences;
+    int64 num_batches;
 };

@@ -30,6 +30,13 @@ __global__ void __launch_bounds__(kNumThreads) reduce_splits(const ForwardParams
     const int num_queries = params.range.num_queries;
     const int query_idx = static_cast<int>(row % num_queries),
               head_of_batch = static_cast<int>(row / num_queries);
-    write_row(params, range_of<KeyRange<true>>(params.range), head_of_batch / params.num_heads,
-              head_of_batch % params.num_heads, query_idx, state);
+    const int batch_idx = head_of_batch / params.num_heads,
+              head_idx = head_of_batch % params.num_heads;
+    if (params.table.of_queries == nullptr) {
+        write_row(params, range_of_entry<kWindow>(params, batch_idx), batch_idx, head_idx,
+                  query_idx, state);
+    } else {
+        write_row(params, range_of_entry<kRagged>(params, batch_idx), batch_idx, head_idx,
+                  query_idx, state);
+    }
 }

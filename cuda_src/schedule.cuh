@@ -77,6 +77,14 @@ struct TileRange {
     int begin, end;
 };
 
+// Where the tiles of a block begin, counted from multiples of their size: those of a ragged batch
+// at the first key of a sequence, so that the other sequence there costs nothing.
+template <int kBlockK, class Range>
+SKL_HOST_DEVICE int origin_of(const Range& range, int first_query) {
+    if constexpr (Range::kIsRagged) return range.begin(first_query) % kBlockK;
+    return 0;
+}
+
 // The tiles that hold any of the keys that the queries [first, last] see; none where there are
 // none.
 template <int kBlockK, class Range>
@@ -84,7 +92,8 @@ SKL_HOST_DEVICE TileRange tiles_of(const Range& range, int first, int last) {
     const Interval keys = range.any_of(first, last);
     const int begin = keys.begin / kBlockK;
     const bool is_empty = Range::kIsWindowed && keys.begin >= keys.end;
-    return {begin, is_empty ? begin : ceil_div(keys.end, kBlockK)};
+    const int end = keys.end - origin_of<kBlockK>(range, first);
+    return {begin, is_empty ? begin : ceil_div(end, kBlockK)};
 }
 
 template <int kBlockK, class Range>
@@ -100,6 +109,13 @@ SKL_HOST_DEVICE TileRange tiles_of_split(const Range& range, int first_query, in
 struct QueryTile {
     int head_idx, first_query;
 };
+
+// The batch entry of a block of keys.
+template <int kSide>
+SKL_HOST_DEVICE int batch_of_keys(const BackwardParams& params, uint32 block_idx) {
+    return block_idx / params.num_blocks /
+           (params.num_heads / (kSide == 1 ? params.group1 : params.group2));
+}
 
 // The queries of a block of keys: one key head of side kSide, its group of query heads, kBlockRows
 // keys.
@@ -118,7 +134,9 @@ struct QueryWalk {
         key_head_idx = key_head_of_batch % num_key_heads;
         first_key = block_idx % params.num_blocks * kBlockRows;
         const Interval queries = range.queries_of(first_key, first_key + kBlockRows - 1);
-        query_begin = queries.begin / kBlockQ * kBlockQ;
+        // Tiles of a ragged batch begin at any tile of the scratch of dQ.
+        constexpr int kStep = Range::kIsRagged ? 16 : kBlockQ;
+        query_begin = queries.begin / kStep * kStep;
         query_end = queries.end;
         head_begin = key_head_idx * group;
         head_end = queries.begin < queries.end ? head_begin + group : head_begin;
@@ -206,10 +224,11 @@ SKL_HOST_DEVICE HeadsOfKey heads_of_key(const BackwardParams& params, int key_he
 // Their queries as the rows of one tile: row r is query r / heads of head r % heads. The rows that
 // see a key are an interval as its queries are.
 struct RowsOfKey {
-    const KeyRange<false>& range;
+    static constexpr bool kIsRagged = false;
+    const KeyRange<kPlain>& range;
     int heads, num_keys;
 
-    SKL_HOST_DEVICE RowsOfKey(const KeyRange<false>& range, int heads)
+    SKL_HOST_DEVICE RowsOfKey(const KeyRange<kPlain>& range, int heads)
         : range(range), heads(heads), num_keys(range.num_keys) {}
     SKL_HOST_DEVICE int num_rows() const { return range.num_queries * heads; }
     SKL_HOST_DEVICE int query(int row) const { return row / heads; }

@@ -31,15 +31,18 @@ from streamkl_cupy.problem import (
     GPU_DTYPES,
     INPUTS,
     ITEM_BYTES,
+    LENGTHS,
     STRATEGIES,
     Device,
     Operand,
     Problem,
+    Ragged,
     Strides,
     Window,
     check_flag,
     check_gpu,
     check_head_dim,
+    check_lengths,
     check_options,
     check_output,
     check_parts,
@@ -49,6 +52,7 @@ from streamkl_cupy.problem import (
     check_window,
     check_wrt,
     describe,
+    describe_lengths,
     message,
 )
 from streamkl_cupy.state import KLState, SupportsDLPack
@@ -59,7 +63,7 @@ _STATE = launch.STATE
 _LOWS = _STATE[3:]
 _GIVEN = ((), ("lse1",), ("lse2",), ("lse1", "lse2"))
 NULL_POINTERS = dict.fromkeys(
-    (*INPUTS, *_STATE, *launch.GIVEN, *launch.ENTROPIES, "dkl", *launch.GRADIENTS), 0
+    (*INPUTS, *_STATE, *launch.GIVEN, *launch.ENTROPIES, "dkl", *launch.GRADIENTS, *LENGTHS), 0
 )
 
 _HostState: TypeAlias = reference.ReferenceState | reference.GivenState | reference.EntropyState
@@ -94,6 +98,13 @@ def attention_kl(
     softcap1: float | None = ...,
     softcap2: float | None = ...,
     layout: str = ...,
+    kv_starts: ArrayT | None = ...,
+    kv_lens: ArrayT | None = ...,
+    q_lens: ArrayT | None = ...,
+    cu_seqlens_q: ArrayT | None = ...,
+    cu_seqlens_k: ArrayT | None = ...,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
     lse1: ArrayT | None = ...,
     lse2: ArrayT | None = ...,
     return_state: Literal[False] = ...,
@@ -115,6 +126,13 @@ def attention_kl(
     softcap1: float | None = ...,
     softcap2: float | None = ...,
     layout: str = ...,
+    kv_starts: SupportsDLPack | None = ...,
+    kv_lens: SupportsDLPack | None = ...,
+    q_lens: SupportsDLPack | None = ...,
+    cu_seqlens_q: SupportsDLPack | None = ...,
+    cu_seqlens_k: SupportsDLPack | None = ...,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
     lse1: SupportsDLPack | None = ...,
     lse2: SupportsDLPack | None = ...,
     return_state: Literal[True],
@@ -136,6 +154,13 @@ def attention_kl(
     softcap1: float | None = ...,
     softcap2: float | None = ...,
     layout: str = ...,
+    kv_starts: SupportsDLPack | None = ...,
+    kv_lens: SupportsDLPack | None = ...,
+    q_lens: SupportsDLPack | None = ...,
+    cu_seqlens_q: SupportsDLPack | None = ...,
+    cu_seqlens_k: SupportsDLPack | None = ...,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
     return_state: bool = ...,
     return_entropy: Literal[True],
     out: KLState | None = ...,
@@ -154,6 +179,13 @@ def attention_kl(
     softcap1: float | None = None,
     softcap2: float | None = None,
     layout: str = "bhnd",
+    kv_starts: Any = None,
+    kv_lens: Any = None,
+    q_lens: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     lse1: Any = None,
     lse2: Any = None,
     return_state: bool = False,
@@ -196,6 +228,22 @@ def attention_kl(
         then lies between -c and c. 0 or None sets none.
     layout
         ``"bhnd"`` as above, or ``"bnhd"``, which swaps heads and length at rank 4.
+    kv_starts, kv_lens, q_lens
+        Of a padded batch: the first key of each batch entry, how many keys it has from there on,
+        and how many queries; int32 of shape ``(B,)``, where the inputs lie. What is left out is 0
+        or the whole length. All else is padding, whose memory may hold anything: padded queries
+        have ``kl = 0`` and ``lse = -inf``, and their `lse1`, `lse2` and dkl do not matter. Masks
+        are counted from what is there: `causal` lets the last query of each entry see the last
+        key of it. The lengths are read on the device alone, and cut to what there is.
+    cu_seqlens_q, cu_seqlens_k
+        Of packed sequences, both together: where each begins, and where the last one ends; int32
+        of shape ``(B + 1,)``, where the inputs lie. q1 is ``(N_Q, H, D1)`` then, k1
+        ``(N_K, HK1, D1)``, q2 and k2 alike, N_Q and N_K the lengths of all sequences together, and
+        kl and lse are ``(H, N_Q)``. Masks are counted within each sequence, which may have no
+        queries or no keys. Queries of no sequence are as padded ones. Read on the device alone.
+    max_seqlen_q, max_seqlen_k
+        The lengths of the longest sequences, or more: the plan goes by them, the values do not. By
+        default N_Q and N_K.
     lse1, lse2
         Log-sum-exps to divide by instead of those over the keys of this call, one or both: of a
         softmax that also covers keys that are not here, such as sinks or another shard. One value
@@ -219,7 +267,7 @@ def attention_kl(
         (float32 in JAX without ``jax_enable_x64``); an array of the caller's library on the
         device of the inputs, in order with the caller's current stream. With `return_state` or
         `return_entropy` a `KLState` of such arrays. A row that sees no key has ``kl = 0`` and
-        ``lse = -inf``.
+        ``lse = -inf``. Of packed sequences ``(H, N_Q)``.
 
     Raises
     ------
@@ -269,6 +317,14 @@ def attention_kl(
 
     >>> attention_kl(q, k1, q, k2, softcap2=0.5).round(6)
     array([0.029454])
+
+    Two sequences, packed, of two queries on one key and of one query on two:
+
+    >>> q, k1 = np.ones((3, 1, 1)), np.zeros((3, 1, 1))
+    >>> k2 = np.log([1.0, 1.0, 3.0]).reshape(3, 1, 1)
+    >>> ends = {"cu_seqlens_q": np.int32([0, 2, 3]), "cu_seqlens_k": np.int32([0, 1, 3])}
+    >>> attention_kl(q, k1, q, k2, **ends).round(6)
+    array([[0.      , 0.      , 0.143841]])
     """
     # Take in.
     causal, scale1, scale2, layout = check_options(causal, scale1, scale2, layout)
@@ -278,6 +334,11 @@ def attention_kl(
     check_flag("return_entropy", return_entropy)
     returns_state = return_state or return_entropy
     inputs = interop.take_all(INPUTS, (q1, k1, q2, k2))
+    lengths = _take_lengths(
+        (kv_starts, kv_lens, q_lens, cu_seqlens_q, cu_seqlens_k),
+        (max_seqlen_q, max_seqlen_k),
+        inputs,
+    )
     given, of_given = _take_given(lse1, lse2, inputs)
     if given and return_entropy:
         expected, remedy = "False with given log-sum-exps", f"leave out {' and '.join(given)}"
@@ -286,21 +347,21 @@ def attention_kl(
     outputs = {} if out is None else _take_state_outputs(out, returns_state, inputs, names, given)
 
     # Describe.
-    problem = _describe(inputs.keys, mask, scale1, scale2, softcaps, layout)
-    shape, _, _, index, _ = inputs.keys[0]
+    problem = _describe(inputs.keys, mask, scale1, scale2, softcaps, layout, lengths.ragged)
+    index = inputs.keys[0][3]
+    shape = _row_shape(problem, inputs)
+    lengths.check(problem, index)
     row_dtype = "float64" if index == CPU else "float32"
-    results = dict.fromkeys(names if returns_state else names[:1], (shape[:-1], row_dtype))
+    results = dict.fromkeys(names if returns_state else names[:1], (shape, row_dtype))
     given_strides = (
-        _describe_given(problem, shape[:-1], index, given, of_given.keys)
-        if of_given
-        else (None, None)
+        _describe_given(problem, shape, index, given, of_given.keys) if of_given else (None, None)
     )
     if outputs:
         labels = {name: f"out.{name}" if returns_state else "out" for name in outputs}
         others = inputs.operands(INPUTS) + (of_given.operands(given) if of_given else [])
         _check_outputs(outputs, labels, results, ITEM_BYTES[row_dtype], others)
     if index == CPU:
-        options = _options(mask, scale1, scale2, softcaps, layout)
+        options = _options(mask, scale1, scale2, softcaps, layout) | lengths.views
         if of_given:
             options |= {n: x.view for n, x in zip(given, of_given.arrays, strict=True)}
         options |= {"return_entropy": True} if return_entropy else {"return_state": True}
@@ -319,6 +380,7 @@ def attention_kl(
         # Launch.
         pointers = NULL_POINTERS.copy()
         pointers.update(zip(INPUTS, inputs.pointers, strict=True))
+        pointers.update(lengths.pointers)
         if of_given:
             pointers.update(zip(map(given_address, given), of_given.pointers, strict=True))
         pointers.update({name: array.pointer for name, array in outputs.items()})
@@ -352,6 +414,13 @@ def attention_kl_backward(
     softcap1: float | None = None,
     softcap2: float | None = None,
     layout: str = "bhnd",
+    kv_starts: ArrayT | None = None,
+    kv_lens: ArrayT | None = None,
+    q_lens: ArrayT | None = None,
+    cu_seqlens_q: ArrayT | None = None,
+    cu_seqlens_k: ArrayT | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     strategy: str = "auto",
     deterministic: bool = False,
     out: Sequence[ArrayT] | None = None,
@@ -365,6 +434,8 @@ def attention_kl_backward(
         float dtype on the CPU.
     q1, k1, q2, k2, causal, window, q_offset, scale1, scale2, softcap1, softcap2, layout
         As given to `attention_kl`.
+    kv_starts, kv_lens, q_lens, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        As given to `attention_kl`. What is padding or of no sequence has zero gradients.
     state
         Its result with ``return_state=True``, or one of `KLState.from_lse`.
     wrt
@@ -420,13 +491,20 @@ def attention_kl_backward(
     wrt = check_wrt(wrt)
     check_strategy(strategy, deterministic)
     inputs = interop.take_all(INPUTS, (q1, k1, q2, k2))
+    lengths = _take_lengths(
+        (kv_starts, kv_lens, q_lens, cu_seqlens_q, cu_seqlens_k),
+        (max_seqlen_q, max_seqlen_k),
+        inputs,
+    )
     names, rows = _take_rows(dkl, state, inputs)
     outputs = {} if out is None else _take_gradient_outputs(out, wrt, inputs)
 
     # Describe.
-    problem = _describe(inputs.keys, mask, scale1, scale2, softcaps, layout)
-    shape, _, dtype, index, _ = inputs.keys[0]
-    dkl_strides = _describe_rows(problem, shape[:-1], index, names, rows.keys)
+    problem = _describe(inputs.keys, mask, scale1, scale2, softcaps, layout, lengths.ragged)
+    _, _, dtype, index, _ = inputs.keys[0]
+    lengths.check(problem, index)
+    shape = _row_shape(problem, inputs)
+    dkl_strides = _describe_rows(problem, shape, index, names, rows.keys)
     shapes = dict(zip(INPUTS, inputs.keys, strict=True))
     results = {"d" + name: (shapes[name][0], dtype) for name in wrt}
     if outputs:
@@ -435,7 +513,7 @@ def attention_kl_backward(
         others = inputs.operands(INPUTS) + rows.operands(_row_arguments(names))
         _check_outputs(outputs, labels, results, alignment, others)
     if index == CPU:
-        options = _options(mask, scale1, scale2, softcaps, layout)
+        options = _options(mask, scale1, scale2, softcaps, layout) | lengths.views
         of_rows = dict(zip(names, rows.arrays, strict=True))
         values = _refer_backward(inputs.arrays, of_rows, state.given, wrt, options, outputs)
         return values if out is None else tuple(out)
@@ -461,6 +539,7 @@ def attention_kl_backward(
         pointers = NULL_POINTERS.copy()
         pointers.update(zip(INPUTS, inputs.pointers, strict=True))
         pointers.update(zip(names, rows.pointers, strict=True))
+        pointers.update(lengths.pointers)
         pointers.update({name: array.pointer for name, array in outputs.items()})
         buffers = [] if outputs else _allocate(library, results, index, pointers)
         _launch(prepared, pointers, library, index, stream)
@@ -590,6 +669,7 @@ def warmup(
     backward: bool = True,
     unaligned: bool = False,
     windowed: bool = False,
+    ragged: bool = False,
     entropy: bool = False,
     softcap: bool = False,
     device: int | None = None,
@@ -615,6 +695,8 @@ def warmup(
         Prepare also for inputs whose addresses or strides are not multiples of 16 bytes.
     windowed
         Prepare also for calls with a window that has a left side.
+    ragged
+        Prepare also for padded batches and packed sequences.
     entropy
         Prepare also for ``return_entropy=True``.
     softcap
@@ -648,6 +730,7 @@ def warmup(
     check_flag("backward", backward)
     check_flag("unaligned", unaligned)
     check_flag("windowed", windowed)
+    check_flag("ragged", ragged)
     check_flag("entropy", entropy)
     check_flag("softcap", softcap)
     check_head_dim("head_dim1", head_dim1)
@@ -674,7 +757,9 @@ def warmup(
 
     force = env.force()
     plans: list[plan.ForwardPlan | plan.BackwardPlan] = []
-    for problem in _warmup_problems(head_dim1, head_dim2, dtype, unaligned, windowed, softcap):
+    for problem in _warmup_problems(
+        head_dim1, head_dim2, dtype, unaligned, windowed, ragged, softcap
+    ):
         for has_entropy in (False, True)[: 1 + entropy]:
             plans.append(plan.forward(problem, facts, force=force, has_entropy=has_entropy))
         for strategy in STRATEGIES if backward else ():
@@ -696,14 +781,15 @@ def warmup(
         name = (item.kernel, item.template)
         kernels[name] = max(kernels.get(name, 0), item.shared_memory)
 
-    for aligned, is_window, has_entropy, has_softcap in itertools.product(
+    masks = [m for m, is_in in zip(plan.MASKS, (True, windowed, ragged), strict=True) if is_in]
+    for aligned, mask, has_entropy, has_softcap in itertools.product(
         (True, False)[: 1 + unaligned],
-        (False, True)[: 1 + windowed],
+        masks,
         (False, True)[: 1 + entropy],
         (False, True)[: 1 + softcap],
     ):
         for kernel, template, shared_memory in plan.forward_kernels(
-            dtype, *dims, aligned, is_window, facts, has_entropy, has_softcap
+            dtype, *dims, aligned, mask, facts, has_entropy, has_softcap
         ):
             kernels.setdefault((kernel, template), shared_memory)
 
@@ -905,9 +991,77 @@ def _describe(
     scale2: float | None,
     softcaps: tuple[float, float],
     layout: str,
+    ragged: Ragged | None = None,
 ) -> Problem:
     operands = map(interop.operand_of, INPUTS, keys)
-    return describe(*operands, **_options(mask, scale1, scale2, softcaps, layout))
+    return describe(*operands, **_options(mask, scale1, scale2, softcaps, layout), ragged=ragged)
+
+
+class _Lengths:
+    """What a call says of the lengths of a ragged batch."""
+
+    __slots__ = ("group", "ragged")
+
+    def __init__(self, ragged: Ragged | None = None, group: Group | None = None) -> None:
+        self.ragged = ragged
+        self.group = group
+
+    def check(self, problem: Problem, device_index: int) -> None:
+        if self.ragged is not None and self.group is not None:
+            _check_lengths(problem, device_index, self.ragged.names, self.group.keys)
+
+    @property
+    def pointers(self) -> dict[str, int]:
+        """The addresses for a launch."""
+        if self.ragged is None or self.group is None:
+            return {}
+        return dict(zip(self.ragged.names, self.group.pointers, strict=True))
+
+    @property
+    def views(self) -> dict[str, Any]:
+        """The arrays for the reference."""
+        if self.ragged is None or self.group is None:
+            return {}
+        views = (array.view for array in self.group.arrays)
+        return dict(zip(self.ragged.names, views, strict=True))
+
+
+_NO_LENGTHS = _Lengths()
+
+
+def _take_lengths(
+    values: tuple[Any, ...], most: tuple[int | None, int | None], inputs: Group
+) -> _Lengths:
+    """The arrays of `LENGTHS` that are given, and the most queries and keys of a sequence."""
+    if most == (None, None) and not any(value is not None for value in values):
+        return _NO_LENGTHS
+    given = {name: x for name, x in zip(LENGTHS, values, strict=True) if x is not None}
+    ragged = describe_lengths(tuple(given), *most)
+    group = interop.take_all(ragged.names, tuple(given.values()), inputs)
+    if ragged.is_packed:
+        num_sequences = max(0, math.prod(group.keys[0][0]) - 1)
+        lengths = (inputs.keys[i][0][:1] for i in (0, 1))
+        longest = (
+            sum(length) if bound is None else bound
+            for bound, length in zip(most, lengths, strict=True)
+        )
+        ragged = Ragged(ragged.names, num_sequences, *longest)
+    return _Lengths(ragged, group)
+
+
+@functools.lru_cache(maxsize=_REMEMBERED)
+def _check_lengths(
+    problem: Problem, device_index: int, names: tuple[str, ...], keys: tuple[interop.Key, ...]
+) -> None:
+    device = interop.device_of(device_index)
+    for operand in map(interop.operand_of, names, keys):
+        check_lengths(problem, operand, device)
+
+
+def _row_shape(problem: Problem, inputs: Group) -> tuple[int, ...]:
+    """The shape of kl."""
+    shape: tuple[int, ...] = inputs.keys[0][0][:-1]
+    return (shape[1], shape[0]) if problem.layout == "packed" else shape
 
 
 def _options(
@@ -1192,7 +1346,13 @@ def _rest(exact: Any, stored: Any) -> Any:
 
 
 def _warmup_problems(
-    head_dim1: int, head_dim2: int, dtype: str, unaligned: bool, windowed: bool, softcap: bool
+    head_dim1: int,
+    head_dim2: int,
+    dtype: str,
+    unaligned: bool,
+    windowed: bool,
+    ragged: bool,
+    softcap: bool,
 ) -> list[Problem]:
     """One problem for each kind of plan that these head dimensions can have."""
     card = Device("cuda", 0)
@@ -1201,6 +1361,8 @@ def _warmup_problems(
     masks: list[dict[str, Any]] = [{}, {"causal": True}]
     if windowed:
         masks.append({"window": (_WARMUP_KEYS // 2, 0)})
+    if ragged:
+        masks.append({"ragged": Ragged(("kv_lens",))})
     softcaps = (None, 1.0)[: 1 + softcap]
     lengths = sorted({*plan.ROW_CLASSES, *plan.FEW_ROWS})
     for num_queries, mask, softcap1, groups in itertools.product(

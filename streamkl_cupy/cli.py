@@ -477,6 +477,7 @@ def _warmup(options: argparse.Namespace) -> tuple[Payload, int]:
                     backward=not options.forward_only,
                     unaligned=options.unaligned,
                     windowed=options.windowed,
+                    ragged=options.ragged,
                     entropy=options.entropy,
                     softcap=options.softcap,
                     arch=options.arch,
@@ -843,6 +844,9 @@ def _parser() -> argparse.ArgumentParser:
     warm.add_argument("--forward-only", action="store_true", help="no kernels of the backward")
     warm.add_argument("--unaligned", action="store_true", help="also for views off 16 bytes")
     warm.add_argument("--windowed", action="store_true", help="also for sliding windows")
+    warm.add_argument(
+        "--ragged", action="store_true", help="also for padded batches and packed sequences"
+    )
     warm.add_argument("--entropy", action="store_true", help="also for entropies")
     warm.add_argument("--softcap", action="store_true", help="also for softcaps")
     warm.add_argument(

@@ -54,6 +54,8 @@ _CUDA_ERROR_STREAM_CAPTURE_IMPLICIT = 906
 
 _NUMPY_DTYPES = {name: np.dtype(name) for name in ("float16", "float32", "float64", "uint8")}
 _NUMPY_DTYPES["bfloat16"] = np.dtype(ml_dtypes.bfloat16)
+# What the reference reads: inputs, rows and lengths.
+_VIEWED = (*CPU_DTYPES, "int32")
 
 # CuPy, from its first use in this process on.
 _cupy: Any = None
@@ -520,7 +522,7 @@ class _Jax(_Exchange):
             )
         kind, index = value.__dlpack_device__()
         dtype = value.dtype.name
-        if dtype not in CPU_DTYPES:
+        if dtype not in _VIEWED:
             # No view is made of what is refused by its dtype anyway.
             place = CPU if kind in _DLPACK_CPU else index
             return Array(value, self, value.shape, (0,) * value.ndim, dtype, place, 0, True)
@@ -652,7 +654,7 @@ class _Torch:
         return self._names.setdefault(dtype, str(dtype).removeprefix("torch."))
 
     def _numpy(self, value: Any, dtype: str) -> NDArray[Any] | None:
-        if dtype not in CPU_DTYPES:
+        if dtype not in _VIEWED:
             return None  # refused by its dtype later
         value = value.detach()
         if dtype != "bfloat16":

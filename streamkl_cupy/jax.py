@@ -14,7 +14,7 @@ Checks that need shapes and dtypes alone are made when a call is traced, those o
 is lowered. A lowering for CUDA plans, builds and loads everything; what runs with the computation
 is a launch on XLA's stream, on buffers and a workspace of XLA's, so XLA may record it in a command
 buffer. A lowering for the CPU calls the float64 reference. Inside, arrays are of rank 4, and so are
-those with one value a query row.
+those with one value a query row; packed sequences stay at rank 3.
 """
 
 from __future__ import annotations
@@ -28,18 +28,23 @@ import numpy as np
 from streamkl_cupy import api, env, interop, plan, reference
 from streamkl_cupy.problem import (
     CPU_DTYPES,
+    CU_SEQLENS,
     INPUTS,
     ITEM_BYTES,
+    LENGTHS,
     Device,
     Operand,
     Problem,
+    Ragged,
     Window,
     check_flag,
+    check_lengths,
     check_options,
     check_reduction,
     check_softcaps,
     check_window,
     describe,
+    describe_lengths,
     message,
     rows_seeing,
 )
@@ -84,6 +89,12 @@ class _Options:
     deterministic: bool
     given: tuple[str, ...]
     has_entropy: bool
+    lengths: tuple[str, ...] = ()  # which of `LENGTHS` come behind what is given
+    max_seqlen: tuple[int | None, int | None] = (None, None)
+
+    @property
+    def is_packed(self) -> bool:
+        return self.lengths == CU_SEQLENS
 
     @property
     def saved(self) -> tuple[str, ...]:
@@ -105,6 +116,13 @@ def attention_kl(
     softcap1: float | None = None,
     softcap2: float | None = None,
     layout: str = "bhnd",
+    kv_starts: Any = None,
+    kv_lens: Any = None,
+    q_lens: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     reduction: str = "none",
     row_weights: Any = None,
     lse1: Any = None,
@@ -122,14 +140,18 @@ def attention_kl(
         bfloat16 or float16. Options and scales are fixed when a call is traced. Note that
         ``causal=True`` is aligned to the bottom right, and that the default layout is not that of
         `jax.nn.dot_product_attention`, which is ``"bnhd"``.
+    kv_starts, kv_lens, q_lens, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        The lengths of a padded batch or of packed sequences, as `streamkl_cupy.attention_kl` takes
+        them; the last two are fixed when a call is traced. Of packed sequences kl is ``(H, N_Q)``,
+        and `jax.vmap` maps none.
     reduction
         ``"none"`` for one value a query row; ``"sum"`` over all of them; ``"mean"`` over the rows
         that see a key, which is 0 where there is none; ``"batchmean"``, the sum divided by the
-        length of the first axis, at rank 2 by 1.
+        length of the first axis, at rank 2 by 1, of packed sequences by their number.
     row_weights
-        Weights of the rows, of a shape that broadcasts to that of q1 without its last axis, float
-        or bool. Each row is multiplied by its weight, and ``"mean"`` divides by the weights of the
-        rows that see a key (by 1 if these sum to 0). Differentiable too.
+        Weights of the rows, of a shape that broadcasts to that of kl, float or bool. Each row is
+        multiplied by its weight, and ``"mean"`` divides by the weights of the rows that see a key
+        (by 1 if these sum to 0). Differentiable too.
     lse1, lse2
         Log-sum-exps to divide by instead of the rows' own, as `streamkl_cupy.attention_kl` takes
         them. Differentiable too; `jax.lax.stop_gradient` makes constants of them.
@@ -175,6 +197,7 @@ def attention_kl(
     """
     fixed: dict[str, Any] = {"causal": causal, "window": window, "q_offset": q_offset}
     fixed |= {"softcap1": softcap1, "softcap2": softcap2}
+    fixed |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     for name, value in (fixed | {"scale1": scale1, "scale2": scale2}).items():
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(value)):
             remedy = "name it in static_argnames of jax.jit"
@@ -189,6 +212,8 @@ def attention_kl(
     check_reduction(reduction)
     arrays = dict(zip(INPUTS, (q1, k1, q2, k2), strict=True))
     optional = {"row_weights": row_weights, "lse1": lse1, "lse2": lse2}
+    of_lengths = (kv_starts, kv_lens, q_lens, cu_seqlens_q, cu_seqlens_k)
+    optional |= zip(LENGTHS, of_lengths, strict=True)
     arrays |= {name: array for name, array in optional.items() if array is not None}
     for name, array in arrays.items():
         if not isinstance(array, jax.Array | np.ndarray):
@@ -200,10 +225,13 @@ def attention_kl(
     if row_weights is not None and jax.numpy.iscomplexobj(row_weights):
         got = str(row_weights.dtype)
         raise TypeError(message("row_weights", "real weights", got, "pass its real part"))
+    lengths = {name: arrays[name] for name in LENGTHS if name in arrays}
+    describe_lengths(tuple(lengths), max_seqlen_q, max_seqlen_k)
     lse = {name: arrays[name] for name in ("lse1", "lse2") if name in arrays}
+    rows = q1.shape[:-1] if cu_seqlens_q is None else q1.shape[-2::-1]
     for name, array in lse.items():
-        if array.shape != q1.shape[:-1]:
-            expected = f"the shape of q1 without its last axis, {q1.shape[:-1]}"
+        if array.shape != rows:
+            expected = f"the shape of kl, {rows}"
             remedy = "pass one value a query row"
             raise ValueError(message(name, expected, str(array.shape), remedy))
         if array.dtype.name not in CPU_DTYPES:
@@ -224,6 +252,8 @@ def attention_kl(
         deterministic,
         tuple(lse),
         return_entropy,
+        tuple(lengths),
+        (max_seqlen_q, max_seqlen_k),
     )
     kl, *of_rows = _compiled(
         q1,
@@ -232,6 +262,7 @@ def attention_kl(
         k2,
         row_weights,
         *lse.values(),
+        *lengths.values(),
         options=options,
         reduction=reduction,
         return_lse=return_lse,
@@ -245,26 +276,47 @@ def _attention_kl(
     q2: Any,
     k2: Any,
     row_weights: Any,
-    *lse: Any,
+    *behind: Any,
     options: _Options,
     reduction: str,
     return_lse: bool,
 ) -> tuple[Any, ...]:
-    inputs, shape = (q1, k1, q2, k2), q1.shape[:-1]
-    problem = _describe(inputs, options, Device("cpu"))
-    options = replace(options, layout=problem.layout)
+    lse, lengths = behind[: len(options.given)], behind[len(options.given) :]
+    inputs = (q1, k1, q2, k2)
+    shape = q1.shape[-2::-1] if options.is_packed else q1.shape[:-1]
+    problem = _describe(inputs, options, Device("cpu"), lengths)
+    rank = 4
+    if options.is_packed:
+        rank = 3
+    else:
+        options = replace(options, layout=problem.layout)
     arrays = (*inputs, *(x[..., None] for x in lse))
-    inputs = _vary_alike(x.reshape((1,) * (4 - x.ndim) + x.shape) for x in arrays)
+    of_rank = (x.reshape((1,) * (rank - x.ndim) + x.shape) for x in arrays)
+    inputs = _vary_alike((*of_rank, *lengths))
     wanted = ("lse1", "lse2") * return_lse + _ENTROPIES * options.has_entropy
-    kl, *saved = _rows(options, bool(wanted), *inputs)
-    kl = _reduce(kl.reshape(shape), row_weights, problem, reduction)
+    # Which rows of a ragged batch see a key is known on the device alone, by their log-sum-exps.
+    is_counted = reduction == "mean" and bool(lengths)
+    kl, *saved = _rows(options, bool(wanted) or is_counted, *inputs)
+    rows = {}
+    if saved:
+        rows = dict(zip(options.saved, jax.lax.stop_gradient(saved[0]), strict=True))
+    sees = rows["lse1"].reshape(shape) != -np.inf if is_counted else None
+    num_entries = lengths[0].shape[0] - 1 if options.is_packed else None
+    kl = _reduce(kl.reshape(shape), row_weights, problem, reduction, sees, num_entries)
     if not wanted:
         return (kl,)
-    rows = dict(zip(options.saved, jax.lax.stop_gradient(saved[0]), strict=True))
     return kl, *(rows[name].reshape(shape) for name in wanted)
 
 
-def _reduce(kl: Any, row_weights: Any, problem: Problem, reduction: str) -> Any:
+def _reduce(
+    kl: Any,
+    row_weights: Any,
+    problem: Problem,
+    reduction: str,
+    sees: Any = None,
+    num_entries: int | None = None,
+) -> Any:
+    """One number of the rows; which of them see a key, and the number of packed sequences."""
     weights = None
     if row_weights is not None:
         try:
@@ -284,7 +336,12 @@ def _reduce(kl: Any, row_weights: Any, problem: Problem, reduction: str) -> Any:
     if reduction == "sum":
         return kl.sum()
     if reduction == "batchmean":
-        return kl.sum() / max(kl.shape[0] if kl.ndim > 1 else 1, 1)
+        first_axis = kl.shape[0] if kl.ndim > 1 else 1
+        return kl.sum() / max(first_axis if num_entries is None else num_entries, 1)
+    if sees is not None:
+        counted = sees.astype(kl.dtype) if weights is None else weights * sees
+        total = counted.sum()
+        return kl.sum() / jax.numpy.where(total == 0, 1, total)
     # Which rows see a key follows from the lengths.
     first, stop = rows_seeing(problem.num_queries, problem.num_keys, problem.lags)
     if weights is None:
@@ -308,7 +365,7 @@ def _rows_forward(
     options: _Options, is_kept: bool, *primals: Any
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     names = (*INPUTS, *options.given)
-    wrt = tuple(n for n, x in zip(names, primals, strict=True) if x.perturbed)
+    wrt = tuple(n for n, x in zip(names, primals, strict=False) if x.perturbed)
     inputs = tuple(x.value for x in primals)
     if not wrt:
         return _rows_alone(options, is_kept, *inputs), ()
@@ -321,15 +378,17 @@ def _rows_forward(
 def _rows_backward(
     options: _Options, is_kept: bool, residuals: tuple[Any, ...], upstream: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    dkl, names = upstream[0], (*INPUTS, *options.given)
+    dkl, names = upstream[0], (*INPUTS, *options.given, *options.lengths)
     if not residuals or isinstance(dkl, SymbolicZero):
         return (None,) * len(names)
     *inputs, kl, saved, wanted = residuals
+    lengths = inputs[4 + len(options.given) :]
     found = {}
     if wrt := tuple(name for name in INPUTS if name in wanted):
-        gradients = _backward_p.bind(dkl, *inputs[:4], kl, saved, options=options, wrt=wrt)
+        arrays = (dkl, *inputs[:4], kl, saved, *lengths)
+        gradients = _backward_p.bind(*arrays, options=options, wrt=wrt)
         found = dict(zip(wrt, gradients, strict=True))
-    for name, lse in zip(options.given, inputs[4:], strict=True):
+    for name, lse in zip(options.given, inputs[4:], strict=False):
         if name in wanted:
             mass1 = saved[options.saved.index("mass1"), ..., None]
             gradient = dkl * (mass1 if name == "lse2" else -(kl + mass1))
@@ -358,14 +417,14 @@ _backward_p = Primitive("streamkl_backward")
 
 def _forward_types(q1: Any, *_: Any, options: _Options, is_kept: bool) -> tuple[Any, ...]:
     """``kl`` and, if it is kept, the rest of the state."""
-    rows = (*q1.shape[:-1], 1)
+    rows = (*q1.shape[-2::-1], 1) if options.is_packed else (*q1.shape[:-1], 1)
     kl = q1.update(shape=rows, dtype=_row_dtype(q1), weak_type=False)
     saved = q1.update(shape=(len(options.saved), *rows[:-1]), dtype=kl.dtype, weak_type=False)
     return (kl, saved) if is_kept else (kl,)
 
 
 def _backward_types(
-    dkl: Any, q1: Any, k1: Any, q2: Any, k2: Any, kl: Any, saved: Any, *, wrt: Any, **_: Any
+    dkl: Any, q1: Any, k1: Any, q2: Any, k2: Any, *_: Any, wrt: Any, **__: Any
 ) -> tuple[Any, ...]:
     inputs = dict(zip(INPUTS, (q1, k1, q2, k2), strict=True))
     return tuple(inputs[name].update(weak_type=False) for name in wrt)
@@ -374,6 +433,7 @@ def _backward_types(
 def _forward_batch(
     arrays: Sequence[Any], axes: Sequence[Any], **params: Any
 ) -> tuple[list[Any], list[int]]:
+    _refuse_packed(params["options"])
     size = _mapped_size(arrays, axes)
     folded = [_fold(x, axis, size) for x, axis in zip(arrays, axes, strict=True)]
     results = _forward_p.bind(*_vary_alike(folded), **params)
@@ -385,13 +445,27 @@ def _forward_batch(
 def _backward_batch(
     arrays: Sequence[Any], axes: Sequence[Any], **params: Any
 ) -> tuple[list[Any], list[int]]:
+    _refuse_packed(params["options"])
     size = _mapped_size(arrays, axes)
-    *folded, saved = zip(arrays, axes, strict=True)
-    folded = [_fold(x, axis, size) for x, axis in folded]
-    folded.append(_fold(*saved, size, batch_axis=1))
+    folded = [
+        _fold(x, axis, size, batch_axis=int(position == _PLACE_OF_SAVED))
+        for position, (x, axis) in enumerate(zip(arrays, axes, strict=True))
+    ]
     results = _backward_p.bind(*_vary_alike(folded), **params)
     batch = _batch(arrays[1], axes[1])
     return [_unfold(x, size, batch, 0) for x in results], [0] * len(results)
+
+
+# Among the arrays of the backward, dkl q1 k1 q2 k2 kl saved and the lengths.
+_PLACE_OF_SAVED = 6
+
+
+def _refuse_packed(options: _Options) -> None:
+    if options.is_packed:
+        raise NotImplementedError(
+            "streamkl_cupy.jax.attention_kl: expected padded batches under jax.vmap, got packed "
+            "sequences; call it once for each, or pack all of them."
+        )
 
 
 def _mapped_size(arrays: Sequence[Any], axes: Sequence[Any]) -> int:
@@ -439,10 +513,13 @@ def _row_dtype(array: Any) -> np.dtype[Any]:
     return np.dtype(np.float64 if array.dtype == np.float64 else np.float32)
 
 
-def _describe(inputs: Sequence[Any], options: _Options, device: Device) -> Problem:
-    """Check the inputs by shape and dtype; XLA's buffers are contiguous and aligned."""
+def _describe(
+    inputs: Sequence[Any], options: _Options, device: Device, lengths: Sequence[Any]
+) -> Problem:
+    """Check the arrays by shape and dtype; XLA's buffers are contiguous and aligned."""
     operands = []
-    for name, array in zip(INPUTS, inputs, strict=True):
+    names = (*INPUTS, *options.lengths)
+    for name, array in zip(names, (*inputs, *lengths), strict=True):
         strides, step = [], 1
         for length in reversed(array.shape):
             strides.append(step)
@@ -451,8 +528,22 @@ def _describe(inputs: Sequence[Any], options: _Options, device: Device) -> Probl
         operands.append(
             Operand(name, shape, tuple(reversed(strides)), array.dtype.name, device, pointer=256)
         )
-    return describe(
-        *operands,
+    ragged = None
+    if options.lengths:
+        ragged = describe_lengths(options.lengths, *options.max_seqlen)
+        if ragged.is_packed:
+            longest = (
+                x.shape[0] if most is None else most
+                for most, x in zip(options.max_seqlen, inputs[:2], strict=True)
+            )
+            num_sequences = max(0, lengths[0].size - 1)
+            ragged = Ragged(options.lengths, num_sequences, *longest)
+    q1, k1, q2, k2, *of_lengths = operands
+    problem = describe(
+        q1,
+        k1,
+        q2,
+        k2,
         causal=options.causal,
         window=options.window,
         q_offset=options.q_offset,
@@ -461,7 +552,11 @@ def _describe(inputs: Sequence[Any], options: _Options, device: Device) -> Probl
         softcap1=options.softcap1,
         softcap2=options.softcap2,
         layout=options.layout,
+        ragged=ragged,
     )
+    for operand in of_lengths:
+        check_lengths(problem, operand, device)
+    return problem
 
 
 # -------------------------------------------------------------------------------------------------
@@ -469,8 +564,10 @@ def _describe(inputs: Sequence[Any], options: _Options, device: Device) -> Probl
 
 
 def _forward_on_cuda(*inputs: Any, options: _Options, is_kept: bool) -> list[Any]:
-    problem = _describe(inputs[:4], options, Device("cuda"))
-    for name, lse in zip(options.given, inputs[4:], strict=True):
+    num_given = len(options.given)
+    lengths = inputs[4 + num_given :]
+    problem = _describe(inputs[:4], options, Device("cuda"), lengths)
+    for name, lse in zip(options.given, inputs[4 : 4 + num_given], strict=True):
         if lse.dtype != np.float32:
             raise TypeError(message(name, "float32", lse.dtype.name, "cast it to float32"))
     # Like all of XLA's buffers they are contiguous.
@@ -483,12 +580,12 @@ def _forward_on_cuda(*inputs: Any, options: _Options, is_kept: bool) -> list[Any
     }
     types = _forward_types(*map(jax.typeof, inputs), options=options, is_kept=is_kept)
     addresses = map(api.given_address, options.given)
-    names = (*INPUTS, *addresses, "kl", *("saved",) * is_kept)
+    names = (*INPUTS, *addresses, *options.lengths, "kl", *("saved",) * is_kept)
     return _call(prepared, problem, inputs, types, names, options.saved)
 
 
 def _backward_on_cuda(dkl: Any, *arrays: Any, options: _Options, wrt: tuple[str, ...]) -> list[Any]:
-    problem = _describe(arrays[:4], options, Device("cuda"))
+    problem = _describe(arrays[:4], options, Device("cuda"), arrays[6:])
     force, override = env.force(), plan.current_override()
     prepared = {
         index: api.prepare_backward(
@@ -505,7 +602,7 @@ def _backward_on_cuda(dkl: Any, *arrays: Any, options: _Options, wrt: tuple[str,
         for index in _cards()
     }
     types = _backward_types(*map(jax.typeof, (dkl, *arrays)), wrt=wrt)
-    names = ("dkl", *INPUTS, "kl", "saved", *("d" + name for name in wrt))
+    names = ("dkl", *INPUTS, "kl", "saved", *options.lengths, *("d" + name for name in wrt))
     return _call(prepared, problem, (dkl, *arrays), types, names, options.saved)
 
 
@@ -568,13 +665,17 @@ def _forward_on_cpu(*inputs: Any, options: _Options, is_kept: bool) -> list[Any]
     choices = _reference_options(options)
 
     def compute(_: Any, results: Sequence[Any], *inputs: Any) -> None:
-        q1, k1, q2, k2, *lse = map(np.asarray, inputs)
-        given: dict[str, Any] = {n: x[..., 0] for n, x in zip(options.given, lse, strict=True)}
+        q1, k1, q2, k2, *behind = map(np.asarray, inputs)
+        given: dict[str, Any] = {n: x[..., 0] for n, x in zip(options.given, behind, strict=False)}
+        lengths = behind[len(given) :]
+        ragged: dict[str, Any] = dict(zip(options.lengths, lengths, strict=True))
         state: Any
         if options.has_entropy:
-            state = reference.attention_kl(q1, k1, q2, k2, **choices, return_entropy=True)
+            state = reference.attention_kl(q1, k1, q2, k2, **choices, **ragged, return_entropy=True)
         else:
-            state = reference.attention_kl(q1, k1, q2, k2, **choices, **given, return_state=True)
+            state = reference.attention_kl(
+                q1, k1, q2, k2, **choices, **ragged, **given, return_state=True
+            )
         np.asarray(results[0])[...] = state.kl[..., None]
         if is_kept:
             saved = np.asarray(results[1])
@@ -593,7 +694,8 @@ def _backward_on_cpu(*arrays: Any, options: _Options, wrt: tuple[str, ...]) -> l
     choices = _reference_options(options)
 
     def compute(_: Any, results: Sequence[Any], *arrays: Any) -> None:
-        dkl, q1, k1, q2, k2, kl, saved = map(np.asarray, arrays)
+        dkl, q1, k1, q2, k2, kl, saved, *lengths = map(np.asarray, arrays)
+        ragged: dict[str, Any] = dict(zip(options.lengths, lengths, strict=True))
         lse1, lse2, lse1_low, lse2_low, *mass1 = saved.astype(np.float64)
         rows = (kl[..., 0].astype(np.float64), lse1 + lse1_low, lse2 + lse2_low)
         state = (
@@ -602,7 +704,7 @@ def _backward_on_cpu(*arrays: Any, options: _Options, wrt: tuple[str, ...]) -> l
             else reference.ReferenceState(*rows)
         )
         gradients = reference.attention_kl_backward(
-            dkl[..., 0], q1, k1, q2, k2, state, wrt=wrt, **choices
+            dkl[..., 0], q1, k1, q2, k2, state, wrt=wrt, **choices, **ragged
         )
         with np.errstate(over="ignore", invalid="ignore"):
             for result, gradient in zip(results, gradients, strict=True):

@@ -20,6 +20,7 @@ from streamkl_cupy import choices
 from streamkl_cupy.chain import Address, Chain, Clear, Kernel, Map, Params, Step
 from streamkl_cupy.plan import (
     FLOAT_BYTES,
+    INTERVAL_BYTES,
     MERGED_AT_ONCE,
     BackwardPlan,
     DeviceFacts,
@@ -28,7 +29,15 @@ from streamkl_cupy.plan import (
     MergePlan,
     SidePlan,
 )
-from streamkl_cupy.problem import INPUTS, Problem, Strides, gradient_strides
+from streamkl_cupy.problem import (
+    CU_SEQLENS,
+    INPUTS,
+    MAX_LENGTH,
+    PADDING,
+    Problem,
+    Strides,
+    gradient_strides,
+)
 from streamkl_cupy.tensor_map import Tensor
 
 LOG2_E = 1.4426950408889634
@@ -46,6 +55,7 @@ LARGEST_TANH_SCALE = 1e37
 _TENSOR = "Qqqq"
 _ROWS = "qqq"
 _RANGE = "iiiii"
+_TABLE = "QQ"
 FORWARD_PARAMS = struct.Struct(
     "="
     + _TENSOR * 4
@@ -61,6 +71,7 @@ FORWARD_PARAMS = struct.Struct(
     + "ff"
     + "q"
     + "QQ"
+    + _TABLE
     + "ff"
 )
 PREPARE_PARAMS = struct.Struct(
@@ -82,6 +93,7 @@ BACKWARD_PARAMS = struct.Struct(
     + "i"
     + "ff"
     + "f"
+    + _TABLE
     + "ff"
 )
 # Those of side 1, then those of side 2.
@@ -91,6 +103,7 @@ REPLACE_PARAMS = struct.Struct(
 )
 MERGE_PARAMS = struct.Struct("=" + "QQQQQ" + "QQQQQ" * MERGED_AT_ONCE + "q" + "i" + "4x")
 FINISH_PARAMS = struct.Struct("=" + "Q" + "Q" + _ROWS + "iii" + "ii" + "f")
+TABLE_PARAMS = struct.Struct("=" + _TABLE + "QQQ" + "QQ" + "qqq" + "iiii" + "q")
 
 # What the arrays of a launch are called; one that there is not has the address 0.
 STATE = ("kl", "lse1", "lse2", "lse1_low", "lse2_low")
@@ -152,7 +165,8 @@ def forward(
         ``kl lse1 lse2 lse1_low lse2_low``, of which all but ``kl`` may be 0, and a workspace of
         ``plan.workspace_bytes`` bytes. Where the plan has the entropy also with those of
         ``entropy`` and ``cross_entropy``, where a log-sum-exp is given with those of ``given1``,
-        ``given2`` and the output ``mass1``, which may be 0.
+        ``given2`` and the output ``mass1``, which may be 0. Where the problem is ragged also with
+        those of its lengths.
     """
     own = [Address(name) for name in STATE]
     if plan.given:
@@ -185,11 +199,15 @@ def forward(
             MASKED_LOGIT / scale2,
             problem.num_rows,
             *(Address(name) if plan.has_entropy else 0 for name in ENTROPIES),
+            *_table(problem, plan.table_offset, has_keys=False),
             *_tanh_scales(problem),
         ),
     )
     steps = []
     for kernel in plan.kernels:
+        if kernel.kernel == "key_table":
+            steps.append(Kernel(kernel, _table_params(problem, plan.table_offset, has_keys=False)))
+            continue
         if kernel.kernel == "replace_lse":
             steps.append(Kernel(kernel, _replace_params(problem, own, given)))
             continue
@@ -216,7 +234,8 @@ def backward(plan: BackwardPlan, problem: Problem, dkl: Strides, device_index: i
         Launch it with the addresses of ``q1 k1 q2 k2 dkl kl lse1 lse2 lse1_low lse2_low`` (low
         parts may be 0) and of the gradients ``dq1 dk1 dq2 dk2`` (0 for what is not wanted), and a
         workspace of ``plan.workspace_bytes`` bytes, aligned to 256; where a log-sum-exp was given
-        to the forward also with that of its ``mass1``.
+        to the forward also with that of its ``mass1``, where the problem is ragged with those of
+        its lengths.
     """
     is_scaled = problem.dtype == "float16"
     max_dkl = Address("workspace", plan.max_dkl_offset) if is_scaled else 0
@@ -227,8 +246,12 @@ def backward(plan: BackwardPlan, problem: Problem, dkl: Strides, device_index: i
     if plan.given:
         weight, weight_strides = Address("workspace", plan.weighted_dkl_offset), problem.row
         mass1 = (Address("mass1"), weight)
+    backward_params = functools.partial(
+        _backward_params, problem, weight, weight_strides, max_dkl, plan.table_offset
+    )
     steps: list[Step] = []
-    backward_params = functools.partial(_backward_params, problem, weight, weight_strides, max_dkl)
+    if plan.table is not None:
+        steps.append(Kernel(plan.table, _table_params(problem, plan.table_offset, has_keys=True)))
     for side in plan.sides:
         if isinstance(max_dkl, Address):
             steps.append(Clear(max_dkl, 4))
@@ -352,6 +375,7 @@ def _backward_params(
     dkl: Address,
     dkl_strides: Strides,
     max_dkl: Address | int,
+    table_offset: int,
     side: SidePlan,
     scratch: Address | int,
     num_blocks: int,
@@ -377,6 +401,7 @@ def _backward_params(
         num_blocks,
         *map(_log2_scale, _factors(problem)),
         problem.scale1 if side.side == 1 else problem.scale2,
+        *_table(problem, table_offset, has_keys=True),
         *_tanh_scales(problem),
     )
 
@@ -395,6 +420,39 @@ def _finish_params(problem: Problem, scratch: Address, side: SidePlan) -> Params
             -(-problem.num_queries * side.heads_per_tile // 16),
             side.heads_per_tile,
             problem.scale1 if side.side == 1 else problem.scale2,
+        ),
+    )
+
+
+def _table(problem: Problem, offset: int, has_keys: bool) -> tuple[int | Address, int | Address]:
+    """Where the tables of queries and of keys lie, if there are any."""
+    if problem.ragged is None:
+        return 0, 0
+    of_keys = offset + INTERVAL_BYTES * problem.batch * problem.num_queries
+    return Address("workspace", offset), Address("workspace", of_keys) if has_keys else 0
+
+
+def _table_params(problem: Problem, offset: int, has_keys: bool) -> Params:
+    assert problem.ragged is not None
+    names = problem.ragged.names
+    left, right = problem.window
+    right = 0 if problem.causal else right
+    # Further out no query tells the difference.
+    sides = (-1 if side is None else min(side, 2 * MAX_LENGTH) for side in (left, right))
+    q_offset = max(-4 * MAX_LENGTH, min(4 * MAX_LENGTH, problem.q_offset or 0))
+    return Params(
+        TABLE_PARAMS,
+        (
+            *_table(problem, offset, has_keys),
+            *(Address(name) if name in names else 0 for name in PADDING),
+            *(Address(name) if name in names else 0 for name in CU_SEQLENS),
+            *sides,
+            q_offset,
+            int(problem.q_offset is not None),
+            problem.num_queries,
+            problem.num_keys,
+            problem.ragged.num_sequences,
+            problem.batch,
         ),
     )
 

@@ -25,6 +25,7 @@ STATE_FIELDS = 5  # m1 l1 m2 l2 acc
 ENTROPY_STATE_FIELDS = 6  # and moment1
 FLOAT_BYTES = 4
 ROW_STATISTICS_BYTES = 16
+INTERVAL_BYTES = 8  # of the table of a ragged batch: begin and end
 OWN_LSE_BYTES = 16  # of a row, beside a given one: lse1, lse2 and their low parts
 WORKSPACE_ALIGNMENT = 256
 TILE_ALIGNMENT = 128
@@ -34,6 +35,9 @@ PREPARE_THREADS = 256
 FINISH_THREADS = 256
 MERGE_THREADS = 256
 REPLACE_THREADS = 256
+TABLE_THREADS = 256
+# The mask that needs no kernels of its own, as Problem.kernel_mask names it.
+PLAIN = "kPlain"
 # States that a launch of merge_states takes.
 MERGED_AT_ONCE = 8
 
@@ -425,6 +429,7 @@ class ForwardPlan:
     num_splits: int
     workspace_bytes: int
     has_entropy: bool = False
+    table_offset: int = 0
     given: tuple[str, ...] = ()
     own_offset: int = 0
 
@@ -491,11 +496,14 @@ class BackwardPlan:
     given: tuple[str, ...] = ()
     weighted_dkl_offset: int = 0
     both: BothPlan | None = None
+    table: KernelPlan | None = None
+    table_offset: int = 0
 
     @property
     def kernels(self) -> tuple[KernelPlan, ...]:
+        first = () if self.table is None else (self.table,)
         of_both = () if self.both is None else self.both.kernels
-        return (*(kernel for side in self.sides for kernel in side.kernels), *of_both)
+        return (*first, *(kernel for side in self.sides for kernel in side.kernels), *of_both)
 
 
 @dataclass(frozen=True, slots=True)
@@ -686,15 +694,15 @@ def _forward(
             dim2,
             tile,
             heads > 1,
-            problem.is_window,
+            problem.kernel_mask,
             has_entropy,
             problem.has_softcap,
         )
     else:
         heads = heads_per_tile(problem, FEW_QUERIES // max(1, problem.num_queries))
-        rows = problem.num_queries * heads
+        rows = min(problem.num_queries * heads, most_rows(problem))
         narrow = choice.forward_tile or forward_tile(
-            dim1, dim2, rows, problem.is_window, device, has_entropy, problem.has_softcap
+            dim1, dim2, rows, problem.kernel_mask, device, has_entropy, problem.has_softcap
         )
         assert isinstance(narrow, ForwardTile)
         heads = heads_per_tile(problem, min(heads, narrow.stationary_rows))
@@ -706,7 +714,7 @@ def _forward(
             narrow,
             aligned,
             heads > 1,
-            problem.is_window,
+            problem.kernel_mask,
             has_entropy,
             problem.has_softcap,
         )
@@ -721,7 +729,10 @@ def _forward(
     num_splits = min(num_splits, max(1, _ceil_div(visited, tile.block_k)))
     blocks = num_blocks(problem, tile, heads)
     kernels = []
+    table = key_table(problem, has_keys=False)
     if blocks > 0:
+        if table is not None:
+            kernels.append(table)
         smem = tile.shared_memory(dim1, dim2)
         boxes = None
         if kernel == "forward_sm90":
@@ -733,6 +744,9 @@ def _forward(
             kernels.append(reduce_splits(problem, num_splits, has_entropy))
     partial_bytes = (ENTROPY_STATE_FIELDS if has_entropy else STATE_FIELDS) * FLOAT_BYTES
     workspace = partial_bytes * num_splits * problem.num_rows if num_splits > 1 else 0
+    table_offset = _round_up(workspace, WORKSPACE_ALIGNMENT)
+    if table is not None:
+        workspace = table_offset + table_bytes(problem, has_keys=False)
     name = (
         f"{kernel}_{ELEMENTS[problem.dtype]}_d{dim1}x{dim2}"
         f"_q{tile.stationary_rows}_k{tile.block_k}_s{tile.num_stages}"
@@ -751,15 +765,31 @@ def _forward(
         num_splits,
         workspace,
         has_entropy,
+        table_offset,
     )
 
 
 def forward_kernel(problem: Problem, device: DeviceFacts) -> str:
     """Hopper's kernel where it can run and the queries fill its tiles."""
     rows = problem.num_queries * heads_per_tile(problem, FEW_QUERIES)
+    rows = min(rows, most_rows(problem))
     return (
         "forward_sm80" if rows <= FEW_QUERIES or why_not_sm90(problem, device) else "forward_sm90"
     )
+
+
+def key_table(problem: Problem, has_keys: bool) -> KernelPlan | None:
+    """What the queries of a ragged batch see and, for the backward, what sees its keys."""
+    if problem.ragged is None:
+        return None
+    num_intervals = table_bytes(problem, has_keys) // INTERVAL_BYTES
+    grid = _ceil_div(num_intervals, TABLE_THREADS)
+    return KernelPlan("key_table", (), grid, TABLE_THREADS, 0) if grid else None
+
+
+def table_bytes(problem: Problem, has_keys: bool) -> int:
+    length = problem.num_queries + (problem.num_keys if has_keys else 0)
+    return INTERVAL_BYTES * problem.batch * length
 
 
 def heads_per_tile(problem: Problem, limit: int) -> int:
@@ -781,6 +811,14 @@ def num_blocks(problem: Problem, tile: ForwardTile | WarpgroupTile, heads: int) 
     return problem.batch * problem.num_heads // heads * num_tiles
 
 
+def most_rows(problem: Problem) -> int:
+    """The rows of packed sequences that are worth a tile: tiles of more would only hold more of
+    them, each with keys of its own."""
+    if problem.ragged is None or not problem.ragged.is_packed:
+        return problem.num_queries * problem.num_heads
+    return max(1, problem.ragged.max_queries)
+
+
 def max_splits(problem: Problem, tile: ForwardTile | WarpgroupTile, heads: int) -> int:
     visited = keys_of_tile(problem, tile.stationary_rows // heads)
     return max(1, visited // max(tile.block_k, MIN_KEYS_PER_SPLIT))
@@ -788,6 +826,8 @@ def max_splits(problem: Problem, tile: ForwardTile | WarpgroupTile, heads: int) 
 
 def keys_of_tile(problem: Problem, num_queries: int) -> int:
     """The most keys that a tile of so many queries visits: those that any of its queries sees."""
+    if problem.ragged is not None:
+        return _keys_of_ragged_tile(problem, num_queries)
     if problem.mask != "window":
         return problem.num_keys
     begin_lag, end_lag = problem.lags
@@ -798,10 +838,29 @@ def keys_of_tile(problem: Problem, num_queries: int) -> int:
     return max(0, min(stop - first, begin_lag - end_lag + rows))
 
 
+def _keys_of_ragged_tile(problem: Problem, num_queries: int) -> int:
+    """As if every sequence were as long as it may be."""
+    ragged = problem.ragged
+    assert ragged is not None
+    queries, most = problem.num_queries, problem.num_keys
+    if ragged.is_packed:
+        queries, most = min(queries, ragged.max_queries), min(most, ragged.max_keys)
+    left, right = problem.window
+    right = 0 if problem.causal else right
+    if left is not None and right is not None:
+        most = min(most, left + right + min(num_queries, queries))
+    num_sequences = _ceil_div(num_queries, max(1, queries)) if ragged.is_packed else 1
+    return min(problem.num_keys, num_sequences * most)
+
+
 def mean_keys(problem: Problem, num_queries: int) -> float:
     """How many keys a tile of so many queries visits, in the mean over the tiles."""
     if problem.mask == "full":
         return problem.num_keys
+    if problem.ragged is not None:
+        most = keys_of_tile(problem, num_queries)
+        is_half = problem.causal and problem.window[0] is None and problem.q_offset is None
+        return most / 2 if is_half else most
     if problem.mask == "causal" and problem.q_offset is None and problem.window[1] is None:
         return problem.num_keys - min(problem.num_queries, problem.num_keys) / 2
     begin_lag, end_lag = problem.lags
@@ -960,7 +1019,7 @@ def warpgroup_template(
     dim2: int,
     tile: WarpgroupTile,
     is_packed: bool,
-    is_window: bool,
+    mask: str,
     has_entropy: bool = False,
     has_softcap: bool = False,
 ) -> Template:
@@ -974,7 +1033,7 @@ def warpgroup_template(
         ("kNumStages", tile.num_stages),
         ("kQueriesInRegisters", tile.queries_in_registers),
         ("kIsPacked", is_packed),
-        ("kIsWindow", is_window),
+        ("kMask", mask),
         ("kHasEntropy", has_entropy),
         ("kHasSoftcap", has_softcap),
     )
@@ -988,13 +1047,13 @@ def forward_tile(
     dim1: int,
     dim2: int,
     num_rows: int,
-    is_window: bool,
+    mask: str,
     device: DeviceFacts,
     has_entropy: bool = False,
     has_softcap: bool = False,
 ) -> ForwardTile:
     """Choose the tile of a pair of buckets; see `forward_tiles`."""
-    tiles = forward_tiles(dim1, dim2, num_rows, is_window, has_entropy, has_softcap)
+    tiles = forward_tiles(dim1, dim2, num_rows, mask, has_entropy, has_softcap)
     sizes = [tile.shared_memory(dim1, dim2) for tile in tiles]
     if num_rows <= FEW_QUERIES:
         # Bound by memory: what counts is bytes under way, and the list is in that order.
@@ -1008,7 +1067,7 @@ def forward_tiles(
     dim1: int,
     dim2: int,
     num_rows: int,
-    is_window: bool,
+    mask: str,
     has_entropy: bool = False,
     has_softcap: bool = False,
 ) -> tuple[ForwardTile, ...]:
@@ -1021,16 +1080,18 @@ def forward_tiles(
     """
     total = dim1 + dim2
     if num_rows <= 16:
+        # Past 384, guarded loads of packed heads leave no registers for queries beside a mask's.
+        is_roomy = mask == PLAIN or total <= 384
         return (
             ForwardTile(1, 1, 4, 128, 32, 2, True),
-            ForwardTile(1, 1, 4, 64, 16, 2, True),
+            ForwardTile(1, 1, 4, 64, 16, 2, is_roomy),
             ForwardTile(1, 1, 2, 32, 16, 2, True),
         )
     if num_rows <= FEW_QUERIES:
         return (ForwardTile(2, 2, 2, 64, 32, 2, False), ForwardTile(1, 4, 1, 32, 32, 2, True))
     if total <= 128:
         # A window's two ends, one sum a row more, or a tanh spill beside 64 columns of logits.
-        chunk_k = 32 if is_window or has_entropy or has_softcap else 64
+        chunk_k = 32 if mask != PLAIN or has_entropy or has_softcap else 64
         return (ForwardTile(2, 4, 1, 64, chunk_k, 2, True),)
     if total <= 256:
         return (ForwardTile(2, 4, 1, 32, 32, 2, False), ForwardTile(2, 4, 1, 32, 16, 2, True))
@@ -1044,7 +1105,7 @@ def forward_template(
     tile: ForwardTile,
     aligned: bool,
     is_packed: bool,
-    is_window: bool,
+    mask: str,
     has_entropy: bool = False,
     has_softcap: bool = False,
 ) -> Template:
@@ -1062,7 +1123,7 @@ def forward_template(
         ("kQueriesInRegisters", tile.queries_in_registers),
         ("kIsAligned", aligned),
         ("kIsPacked", is_packed),
-        ("kIsWindow", is_window),
+        ("kMask", mask),
         ("kHasEntropy", has_entropy),
         ("kHasSoftcap", has_softcap),
     )
@@ -1193,6 +1254,10 @@ def _backward(
     max_dkl_offset = _round_up(statistics_bytes, WORKSPACE_ALIGNMENT)
     scratch_offset = max_dkl_offset + (WORKSPACE_ALIGNMENT if problem.dtype == "float16" else 0)
     workspace = scratch_offset + max(side.scratch_bytes for side in sides)
+    table_offset = _round_up(workspace, WORKSPACE_ALIGNMENT)
+    table = key_table(problem, has_keys=True)
+    if table is not None:
+        workspace = table_offset + table_bytes(problem, has_keys=True)
     dims = f"d{bucket(problem.head_dim1)}x{bucket(problem.head_dim2)}"
     parts = []
     if both is not None:
@@ -1208,7 +1273,15 @@ def _backward(
     mask = _mask_suffix(problem) + _softcap_suffix(problem)
     name = f"backward_{'_'.join(parts)}_{ELEMENTS[problem.dtype]}_{dims}{guarded}{mask}"
     return BackwardPlan(
-        name, device.arch, sides, max_dkl_offset, scratch_offset, workspace, both=both
+        name,
+        device.arch,
+        sides,
+        max_dkl_offset,
+        scratch_offset,
+        workspace,
+        both=both,
+        table=table,
+        table_offset=table_offset,
     )
 
 
@@ -1260,8 +1333,8 @@ def why_not_both(kernel: str, problem: Problem, device: DeviceFacts) -> str:
         return reason
     if problem.num_rows == 0:
         return "expected at least one query"
-    if problem.is_window:
-        return "expected no window and no query offset"
+    if problem.kernel_mask != PLAIN:
+        return "expected no window, no query offset and no lengths"
     if problem.has_softcap:
         return "expected no softcap"
     if kernel == "backward_dk_both_sm90" and problem.group1 != problem.group2:
@@ -1324,7 +1397,9 @@ def _side(
         boxes = None
         if name in PAIR_KERNELS:
             if not isinstance(tile, PairWarpgroupTile):
-                tile = pair_warpgroup_tile(name, dim1, dim2, side, device, problem.has_softcap)
+                tile = pair_warpgroup_tile(
+                    name, dim1, dim2, side, device, problem.kernel_mask, problem.has_softcap
+                )
             assert tile is not None
             template = pair_warpgroup_template(name, problem.dtype, side, dim1, dim2, tile)
             boxes = tile.boxes(name)
@@ -1348,15 +1423,15 @@ def _side(
             boxes, smem = tile.boxes, tile.shared_memory(dim1, dim2, side)
         else:
             if not isinstance(tile, BackwardTile):
-                is_plain = problem.aligned and not problem.is_window
-                tile = backward_tile(name, dim1, dim2, side, device, is_plain)
+                aligned, mask = problem.aligned, problem.kernel_mask
+                tile = backward_tile(name, dim1, dim2, side, device, aligned, mask)
             template = backward_template(
                 name, problem.dtype, side, dim1, dim2, tile, problem.aligned, has_dk
             )
             smem = tile.shared_memory(name, dim1, dim2)
         template = (
             *template,
-            ("kIsWindow", problem.is_window),
+            ("kMask", problem.kernel_mask),
             ("kHasSoftcap", problem.has_softcap),
         )
         num_blocks = _ceil_div(num_rows, tile.stationary_rows)
@@ -1478,8 +1553,11 @@ def why_not_few(problem: Problem, device: DeviceFacts, side: int) -> str:
         return reason
     if problem.num_queries == 0:
         return "expected at least one query"
-    if problem.is_window:
-        return "expected no window and no query offset, whose keys it would all read"
+    if problem.kernel_mask != PLAIN:
+        return (
+            "expected no window, no query offset and no lengths on the device, whose keys it would "
+            "all read"
+        )
     heads = heads_per_key(problem, side)
     other = problem.group2 if side == 1 else problem.group1
     if other % heads:
@@ -1614,26 +1692,28 @@ def use_fused(
 
 
 def backward_tile(
-    kernel: str, dim1: int, dim2: int, side: int, device: DeviceFacts, is_plain: bool
+    kernel: str, dim1: int, dim2: int, side: int, device: DeviceFacts, aligned: bool, mask: str
 ) -> BackwardTile:
     """Choose the tile of a kernel and a pair of buckets; see `backward_tiles`."""
-    tiles = backward_tiles(kernel, dim1, dim2, side, is_plain)
+    tiles = backward_tiles(kernel, dim1, dim2, side, aligned, mask)
     sizes = [tile.shared_memory(kernel, dim1, dim2) + STATIC_BYTES for tile in tiles]
     return _best_that_fits(kernel, (dim1, dim2), tiles, sizes, device)
 
 
 def backward_tiles(
-    kernel: str, dim1: int, dim2: int, side: int, is_plain: bool
+    kernel: str, dim1: int, dim2: int, side: int, aligned: bool, mask: str
 ) -> tuple[BackwardTile, ...]:
     """Tiles for a pair of buckets, the fastest first.
 
-    As many rows a warp as its accumulators leave registers for, and what else needs them unless
-    `is_plain`: guarded loads where addresses or strides are not aligned, and windows.
+    As many rows a warp as its accumulators leave registers for, and what else needs them: guarded
+    loads where addresses or strides are not aligned, and masks.
     """
     _, trained = _fixed_and_trained(dim1, dim2, side)
     large = (BackwardTile(2, 4, 48, 48, 2),) if trained <= 64 and dim1 + dim2 <= 128 else ()
+    if kernel == "backward_dk_sm80" and not aligned and mask == "kRagged":
+        large = ()
     medium = (BackwardTile(2, 4, 32, 32, 2),) if trained <= 128 and dim1 + dim2 <= 256 else ()
-    if kernel == "backward_dq_sm80" and not is_plain and dim1 + dim2 > 128:
+    if kernel == "backward_dq_sm80" and not (aligned and mask == PLAIN) and dim1 + dim2 > 128:
         medium = ()
     # The fused kernel's dQ needs registers, too, and more of them in fewer warps.
     crowded = kernel == "backward_fused_sm80" and trained > 192
@@ -1721,33 +1801,43 @@ PAIR_KERNELS = ("backward_dq_sm90", "backward_dk_sm90")
 # them where the sums are wide.
 CONSUMER_REGISTERS = 240
 SPARE_REGISTERS, SPARE_REGISTERS_OF_WIDE_DK = 32, 48
+REGISTERS_OF_TABLE = 8
 # More steps in registers were slower: what they take, the exponentials lack.
 MOST_STEPS = 12
 
 
 def pair_warpgroup_tile(
-    kernel: str, dim1: int, dim2: int, side: int, device: DeviceFacts, has_softcap: bool = False
+    kernel: str,
+    dim1: int,
+    dim2: int,
+    side: int,
+    device: DeviceFacts,
+    mask: str = PLAIN,
+    has_softcap: bool = False,
 ) -> PairWarpgroupTile | None:
     """Choose the tile of a separate Hopper kernel; None if none fits the card."""
     fixed, trained = _fixed_and_trained(dim1, dim2, side)
-    for tile in pair_warpgroup_tiles(kernel, fixed, trained, has_softcap):
+    for tile in pair_warpgroup_tiles(kernel, fixed, trained, mask, has_softcap):
         if tile.shared_memory(kernel, fixed, trained) <= device.shared_memory_per_block:
             return tile
     return None
 
 
 def pair_warpgroup_tiles(
-    kernel: str, fixed: int, trained: int, has_softcap: bool = False
+    kernel: str, fixed: int, trained: int, mask: str = PLAIN, has_softcap: bool = False
 ) -> Iterator[PairWarpgroupTile]:
     """Tiles for the buckets of the two sides, the fastest first.
 
     Two consumers; the widest tiles whose logits and gradients leave room for the sums, as many
-    stages as fit, and the rest of the registers for the stationary operands.
+    stages as fit, and the rest of the registers for the stationary operands, less those that find
+    the way to the table of a ragged batch.
     """
     is_wide_dk = kernel == "backward_dk_sm90" and trained > 128
     registers = CONSUMER_REGISTERS - (SPARE_REGISTERS_OF_WIDE_DK if is_wide_dk else SPARE_REGISTERS)
     if has_softcap:
         registers -= REGISTERS_OF_SOFTCAP
+    if mask == "kRagged" and trained > 192:
+        registers -= REGISTERS_OF_TABLE
     for block_cols in (64, 48, 32):
         left = registers - trained // 2 - block_cols - block_cols // 4
         if left < 0:
@@ -1993,9 +2083,10 @@ def shape_of(problem: Problem) -> tuple[int, int, int]:
 
 def _tuned(problem: Problem, device: DeviceFacts, of: ProblemClass) -> Choice:
     """What was measured for this very shape, or else for one of its class."""
-    # Nothing is measured with rows off 16 bytes, whose loads are guarded, with a window or softcap.
-    is_measured = problem.aligned and problem.window == NO_WINDOW and problem.q_offset is None
-    is_measured = is_measured and not problem.has_softcap
+    # Nothing is measured with rows off 16 bytes, whose loads are guarded, with other masks or with
+    # softcaps.
+    is_plain = problem.window == NO_WINDOW and problem.q_offset is None and problem.ragged is None
+    is_measured = problem.aligned and is_plain and not problem.has_softcap
     alike = [one for one in device.tuned if one.problem_class == of] if is_measured else []
     for one in alike:
         if one.shape == shape_of(problem):
@@ -2081,7 +2172,7 @@ def tile_candidates(
             tile
             for rows in ROW_CLASSES
             for tile in forward_tiles(
-                *dims, rows, problem.is_window, has_softcap=problem.has_softcap
+                *dims, rows, problem.kernel_mask, has_softcap=problem.has_softcap
             )
         )
         return tuple(tile for tile in few if tile.shared_memory(*dims) <= limit)
@@ -2092,7 +2183,9 @@ def tile_candidates(
         return tuple(tile for tile in wide if tile.fits(*dims, limit))
     if kernel in PAIR_KERNELS:
         fixed, trained = _fixed_and_trained(*dims, side)
-        pair = pair_warpgroup_tiles(kernel, fixed, trained, problem.has_softcap)
+        pair = pair_warpgroup_tiles(
+            kernel, fixed, trained, problem.kernel_mask, problem.has_softcap
+        )
         return tuple(tile for tile in pair if tile.shared_memory(kernel, fixed, trained) <= limit)
     if kernel in BOTH_KERNELS:
         both = both_warpgroup_tiles(kernel, *dims)
@@ -2104,7 +2197,7 @@ def tile_candidates(
     if kernel == "backward_fused_sm90":
         cut = backward_warpgroup_tiles(*dims, side, problem.has_softcap)
         return tuple(tile for tile in cut if tile.shared_memory(*dims, side) <= limit)
-    cuts = backward_tiles(kernel, *dims, side, problem.aligned and not problem.is_window)
+    cuts = backward_tiles(kernel, *dims, side, problem.aligned, problem.kernel_mask)
     return tuple(tile for tile in cuts if tile.shared_memory(kernel, *dims) + STATIC_BYTES <= limit)
 
 
@@ -2180,6 +2273,8 @@ def backward_candidates(
 # What exists
 
 
+# As Problem.kernel_mask names them.
+MASKS = (PLAIN, "kWindow", "kRagged")
 ROW_CLASSES = (1, FEW_QUERIES, 4096)  # so many rows for each kind of tile of forward_sm80
 # Pairs of unequal head dims that the benchmarks name.
 UNEQUAL_PAIRS = ((192, 64), (128, 32))
@@ -2195,21 +2290,21 @@ OF_FINISHED_ROWS: tuple[Specialisation, ...] = (("merge_states", ()), ("replace_
 def specialisations(arch: str) -> tuple[Specialisation, ...]:
     """Everything that a plan can return on a card of this architecture, each once."""
     pairs = [(dim1, dim2) for dim1 in BUCKETS for dim2 in BUCKETS]
-    return _specialisations(arch, pairs, in_full=pairs, windowed=pairs, capped=pairs)
+    return _specialisations(arch, pairs, in_full=pairs, masked=pairs, capped=pairs)
 
 
 def declared(arch: str) -> tuple[Specialisation, ...]:
     """The specialisations that the tests compile.
 
     For sm_80 and sm_90a every kernel, dtype, side and equal pair of head dims and the unequal pairs
-    that the benchmarks name, with windows the two most common pairs, with softcaps one; for others
-    a sample of all, the same every time.
+    that the benchmarks name, with windows and ragged batches the two most common pairs, with
+    softcaps one; for others a sample of all, the same every time.
     """
     if arch in FULLY_DECLARED:
         pairs = [(dim, dim) for dim in BUCKETS] + list(UNEQUAL_PAIRS)
-        windowed = [(64, 64), (128, 128)]
+        masked = [(64, 64), (128, 128)]
         full = [(128, 128)]
-        found = _specialisations(arch, pairs, in_full=full, windowed=windowed, capped=full)
+        found = _specialisations(arch, pairs, in_full=full, masked=masked, capped=full)
         return tuple(one for one in found if ("kIsAligned", False) not in one[1])
     everything = specialisations(arch)
     return tuple(random.Random(arch).sample(everything, min(SAMPLE_SIZE, len(everything))))
@@ -2219,12 +2314,12 @@ def _specialisations(
     arch: str,
     pairs: list[tuple[int, int]],
     in_full: list[tuple[int, int]],
-    windowed: list[tuple[int, int]],
+    masked: list[tuple[int, int]],
     capped: list[tuple[int, int]],
 ) -> tuple[Specialisation, ...]:
     """Those of some pairs of head dims; of `in_full` also dQ without dK and the entropy."""
     device = device_facts(arch)
-    found: dict[Specialisation, None] = dict.fromkeys(OF_FINISHED_ROWS)
+    found: dict[Specialisation, None] = dict.fromkeys((*OF_FINISHED_ROWS, ("key_table", ())))
     for side in (1, 2):
         for weighted in (True, False) if arch == "sm_90a" else (False,):
             found["backward_prepare", (("kSide", side), ("kIsWeighted", weighted))] = None
@@ -2232,16 +2327,16 @@ def _specialisations(
         for dim1, dim2 in pairs:
             for dim in (dim1, dim2):
                 found["backward_finish", (("Element", element), ("kHeadDim", dim))] = None
-            begins = (False, True) if (dim1, dim2) in windowed else (False,)
+            masks = MASKS if (dim1, dim2) in masked else MASKS[:1]
             sums = (False, True) if (dim1, dim2) in in_full else (False,)
             bounds = (False, True) if (dim1, dim2) in capped else (False,)
-            for aligned, is_window, has_softcap in itertools.product((True, False), begins, bounds):
+            for aligned, mask, has_softcap in itertools.product((True, False), masks, bounds):
                 for has_entropy in sums:
                     for kernel, template, _ in forward_kernels(
-                        dtype, dim1, dim2, aligned, is_window, device, has_entropy, has_softcap
+                        dtype, dim1, dim2, aligned, mask, device, has_entropy, has_softcap
                     ):
                         found[kernel, template] = None
-                for kernel in BOTH_KERNELS if arch == "sm_90a" and not is_window else ():
+                for kernel in BOTH_KERNELS if arch == "sm_90a" and mask == PLAIN else ():
                     both = both_warpgroup_tile(kernel, dim1, dim2, device)
                     if both is not None:
                         template = both_warpgroup_template(kernel, dtype, dim1, dim2, both)
@@ -2260,8 +2355,7 @@ def _specialisations(
                     only_dq = "fused" in kernel and (dim1, dim2) in in_full
                     for has_dk in (True, False) if only_dq else (True,):
                         if kernel.endswith("sm80"):
-                            is_plain = aligned and not is_window
-                            cut = backward_tile(kernel, dim1, dim2, side, device, is_plain)
+                            cut = backward_tile(kernel, dim1, dim2, side, device, aligned, mask)
                             template = backward_template(
                                 kernel, dtype, side, dim1, dim2, cut, aligned, has_dk
                             )
@@ -2269,7 +2363,7 @@ def _specialisations(
                             continue
                         elif kernel in PAIR_KERNELS:
                             pair = pair_warpgroup_tile(
-                                kernel, dim1, dim2, side, device, has_softcap
+                                kernel, dim1, dim2, side, device, mask, has_softcap
                             )
                             if pair is None:
                                 continue
@@ -2283,7 +2377,7 @@ def _specialisations(
                             template = backward_warpgroup_template(
                                 dtype, side, dim1, dim2, fit, has_dk
                             )
-                        tail = (("kIsWindow", is_window), ("kHasSoftcap", has_softcap))
+                        tail = (("kMask", mask), ("kHasSoftcap", has_softcap))
                         found[kernel, (*template, *tail)] = None
     return tuple(found)
 
@@ -2293,7 +2387,7 @@ def forward_kernels(
     dim1: int,
     dim2: int,
     aligned: bool,
-    is_window: bool,
+    mask: str,
     device: DeviceFacts,
     has_entropy: bool = False,
     has_softcap: bool = False,
@@ -2302,16 +2396,16 @@ def forward_kernels(
     bytes of shared memory."""
     for num_rows, is_packed in itertools.product(ROW_CLASSES, (False, True)):
         if not (is_packed and num_rows > FEW_QUERIES):  # only few queries are packed
-            tile = forward_tile(dim1, dim2, num_rows, is_window, device, has_entropy, has_softcap)
+            tile = forward_tile(dim1, dim2, num_rows, mask, device, has_entropy, has_softcap)
             template = forward_template(
-                dtype, dim1, dim2, tile, aligned, is_packed, is_window, has_entropy, has_softcap
+                dtype, dim1, dim2, tile, aligned, is_packed, mask, has_entropy, has_softcap
             )
             yield "forward_sm80", template, tile.shared_memory(dim1, dim2)
     for is_packed in (False, True) if device.arch == "sm_90a" and aligned else ():
         for wide in warpgroup_tiles(dim1, dim2, is_packed, has_entropy, has_softcap):
             if _fits(wide, (dim1, dim2), device):
                 template = warpgroup_template(
-                    dtype, dim1, dim2, wide, is_packed, is_window, has_entropy, has_softcap
+                    dtype, dim1, dim2, wide, is_packed, mask, has_entropy, has_softcap
                 )
                 yield "forward_sm90", template, wide.shared_memory(dim1, dim2)
     for lanes in (2, 4, 8, 16, 32):

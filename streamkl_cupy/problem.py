@@ -40,6 +40,12 @@ MAX_GPU_SCALE = 3.4028234e38 / math.log2(math.e)
 Window: TypeAlias = tuple[int | None, int | None]
 NO_WINDOW: Window = (None, None)
 
+# The arrays of ints that say what of a batch is there. Padding: of each batch entry the first key,
+# the number of keys and of queries. Packed sequences: where each begins, and where the last ends.
+PADDING = ("kv_starts", "kv_lens", "q_lens")
+CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k")
+LENGTHS = PADDING + CU_SEQLENS
+
 # Every valid value of wrt.
 _WRT = frozenset(names for count in range(1, 5) for names in permutations(INPUTS, count))
 
@@ -102,6 +108,29 @@ class Strides:
 
 
 @dataclass(frozen=True, slots=True)
+class Ragged:
+    """That batch entries are of unequal lengths, which are known on the device alone.
+
+    Attributes
+    ----------
+    names
+        Which of `LENGTHS` come with the call: some of `PADDING`, or both of `CU_SEQLENS`.
+    num_sequences, max_queries, max_keys
+        Of packed sequences: how many, and no less than the most queries and keys that one has.
+    """
+
+    names: tuple[str, ...]
+    num_sequences: int = 0
+    max_queries: int = 0
+    max_keys: int = 0
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether sequences lie one behind the other, instead of each in a batch entry."""
+        return self.names == CU_SEQLENS
+
+
+@dataclass(frozen=True, slots=True)
 class Problem:
     """What one call computes, without its data: the key of every cache.
 
@@ -117,7 +146,8 @@ class Problem:
         Factors of the logits.
     layout
         ``"bhnd"`` or ``"bnhd"``: the order in which outputs are contiguous. Ranks 2 and 3 have
-        one order only, which is ``"bhnd"``.
+        one order only, which is ``"bhnd"``; packed sequences have ``"packed"``, ``(N, H, D)`` and
+        rows ``(H, N)``.
     q1, k1, q2, k2
         Strides of the inputs; the stride of the last axis is 1.
     row
@@ -130,6 +160,8 @@ class Problem:
         The place of query 0 among the keys; None for ``num_keys - num_queries``.
     softcap1, softcap2
         Bounds of the logits; 0 for none.
+    ragged
+        What is known of the lengths of a padded or packed batch; None where all of it is there.
     """
 
     dtype: str
@@ -155,6 +187,7 @@ class Problem:
     q_offset: int | None = None
     softcap1: float = 0.0
     softcap2: float = 0.0
+    ragged: Ragged | None = None
     # A problem is looked up at every call, and hashing so many fields takes longer than the rest.
     _hash: int = field(init=False, repr=False, compare=False)
 
@@ -185,7 +218,9 @@ class Problem:
     @property
     def mask(self) -> str:
         """``"full"`` where every query sees every key, ``"causal"`` where it sees all up to a last
-        one and the last query sees every key, or ``"window"``."""
+        one and the last query sees every key, ``"window"``, or ``"padded"`` or ``"packed"``."""
+        if self.ragged is not None:
+            return "packed" if self.ragged.is_packed else "padded"
         begin_lag, end_lag = self.lags
         if begin_lag < self.num_queries - 1:
             return "window"
@@ -194,9 +229,11 @@ class Problem:
         return "causal" if end_lag == self.num_queries - self.num_keys else "window"
 
     @property
-    def is_window(self) -> bool:
-        """Whether the mask takes the kernels of windows."""
-        return self.mask == "window"
+    def kernel_mask(self) -> str:
+        """The mask that kernels are compiled for, as ``key_range.cuh`` names it."""
+        if self.ragged is not None:
+            return "kRagged"
+        return "kWindow" if self.mask == "window" else "kPlain"
 
     @property
     def has_softcap(self) -> bool:
@@ -253,6 +290,7 @@ def describe(
     softcap1: float | None = None,
     softcap2: float | None = None,
     layout: str = "bhnd",
+    ragged: Ragged | None = None,
 ) -> Problem:
     """Check the inputs of a call and describe what is to be computed.
 
@@ -272,6 +310,9 @@ def describe(
         Bounds of the logits, as `check_softcaps` takes them.
     layout
         ``"bhnd"`` or ``"bnhd"``.
+    ragged
+        Of a padded or packed batch. Packed sequences are ``(N_Q, H, D1) (N_K, HK1, D1)
+        (N_Q, H, D2) (N_K, HK2, D2)``, with all of them along the lengths.
 
     Returns
     -------
@@ -313,19 +354,22 @@ def describe(
             )
     for operand in operands[1:]:
         _check_device(operand, q1.name, q1.device)
+    is_packed = ragged is not None and ragged.is_packed
     for operand in operands:
-        _check_rank(operand, q1)
+        _check_rank(operand, q1, is_packed)
         _check_strides(operand)
         if operand.size and len(operand.shape) and operand.shape[-1] > 1:
             _check_last_stride(operand)
         _check_alignment(operand, ITEM_BYTES[operand.dtype])
 
+    if is_packed:
+        layout = "packed"
     views = [_canonical(operand, layout) for operand in operands]
     (batch, num_heads, num_queries, head_dim1), *_ = shapes = [shape for shape, _ in views]
     _check_shapes(operands, shapes, layout)
     strides = [Strides(*stride[:3]) for _, stride in views]
     num_keys, head_dim2 = shapes[1][2], shapes[2][3]
-    if len(q1.shape) < 4:
+    if len(q1.shape) < 4 and not is_packed:
         layout = "bhnd"
     return Problem(
         dtype=q1.dtype,
@@ -345,12 +389,13 @@ def describe(
         k1=strides[1],
         q2=strides[2],
         k2=strides[3],
-        row=_contiguous(num_heads, num_queries, 1, layout),
+        row=_contiguous(num_heads, num_queries, 1, "bhnd" if is_packed else layout),
         aligned=all(map(_is_aligned, operands, strides)),
         window=window,
         q_offset=q_offset,
         softcap1=softcap1,
         softcap2=softcap2,
+        ragged=ragged,
     )
 
 
@@ -843,6 +888,130 @@ def check_head_dim(name: str, head_dim: Any) -> None:
         raise ValueError(message(name, expected, str(head_dim), remedy))
 
 
+def check_max_seqlen(name: str, value: Any) -> int:
+    """Check the most queries or keys that a packed sequence has.
+
+    Parameters
+    ----------
+    name
+        ``max_seqlen_q`` or ``max_seqlen_k``.
+    value
+        An int from 0 up, on the host.
+
+    Returns
+    -------
+    int
+        The value.
+
+    Raises
+    ------
+    TypeError
+        If it is no int.
+    ValueError
+        If it is negative.
+
+    Examples
+    --------
+    >>> check_max_seqlen("max_seqlen_q", 4096)
+    4096
+    """
+    expected = "a whole number from 0 up"
+    if not _is_int(value):
+        remedy = "pass the length of the longest sequence as an int, or leave it out"
+        raise TypeError(message(name, expected, _spell(value), remedy))
+    if value < 0:
+        remedy = "pass the length of the longest sequence"
+        raise ValueError(message(name, expected, str(value), remedy))
+    return int(value)
+
+
+def describe_lengths(names: tuple[str, ...], max_seqlen_q: Any, max_seqlen_k: Any) -> Ragged:
+    """Check which lengths of a batch come together.
+
+    Parameters
+    ----------
+    names
+        Which of `LENGTHS` come, in this order.
+    max_seqlen_q, max_seqlen_k
+        None, or as `check_max_seqlen` takes them.
+
+    Returns
+    -------
+    Ragged
+        Of packed sequences without their number.
+
+    Raises
+    ------
+    TypeError
+        If one of the last two has the wrong type.
+    ValueError
+        If what comes does not go together.
+
+    Examples
+    --------
+    >>> describe_lengths(("kv_lens",), None, None).is_packed
+    False
+    """
+    bounds = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    bounds = {n: check_max_seqlen(n, bound) for n, bound in bounds.items() if bound is not None}
+    packed = [name for name in names if name in CU_SEQLENS]
+    if packed and len(packed) < len(names):
+        padding = " and ".join(name for name in names if name in PADDING)
+        remedy = f"leave out {padding}, or {' and '.join(packed)}"
+        raise ValueError(message(packed[0], f"None together with {padding}", "an array", remedy))
+    if packed and len(packed) == 1:
+        (missing,) = (name for name in CU_SEQLENS if name not in packed)
+        expected, remedy = f"an array together with {packed[0]}", "pass both"
+        raise ValueError(message(missing, expected, "None", remedy))
+    if bounds and not packed:
+        name, bound = next(iter(bounds.items()))
+        remedy = "pass cu_seqlens_q and cu_seqlens_k as well, or leave it out"
+        raise ValueError(message(name, "None without cu_seqlens_q", str(bound), remedy))
+    return Ragged(names, 0, bounds.get("max_seqlen_q", 0), bounds.get("max_seqlen_k", 0))
+
+
+def check_lengths(problem: Problem, operand: Operand, device: Device) -> None:
+    """Check an array of lengths, whose values are not looked at.
+
+    Parameters
+    ----------
+    problem
+        The description of the call.
+    operand
+        One of `LENGTHS`.
+    device
+        Where the inputs lie.
+
+    Raises
+    ------
+    TypeError
+        If the dtype is not int32.
+    ValueError
+        If shape, device, strides or alignment are not as said.
+
+    Examples
+    --------
+    >>> cpu = Device("cpu")
+    >>> q = Operand("q", (4, 2, 100, 64), (12800, 6400, 64, 1), "float32", cpu, 4096)
+    >>> problem = describe(q, q, q, q, ragged=Ragged(("kv_lens",)))
+    >>> check_lengths(problem, Operand("kv_lens", (4,), (1,), "int32", cpu, 64), cpu)
+    """
+    if operand.dtype != "int32":
+        raise TypeError(message(operand.name, "int32", operand.dtype, "cast it to int32"))
+    _check_device(operand, "q1", device)
+    assert problem.ragged is not None
+    shape, expected = (problem.batch,), "one length a batch entry"
+    if problem.ragged.is_packed:
+        shape = (problem.ragged.num_sequences + 1,)
+        expected = "where each sequence begins and the last one ends, the same for both"
+    if operand.shape != shape:
+        got = str(operand.shape)
+        remedy = "pass it for the whole batch"
+        raise ValueError(message(operand.name, f"{expected}, shape {shape}", got, remedy))
+    _check_contiguous(operand)
+    _check_alignment(operand, 4)
+
+
 def check_rows(
     problem: Problem,
     operand: Operand,
@@ -1034,8 +1203,13 @@ def _check_device(operand: Operand, reference: str, device: Device) -> None:
         raise ValueError(message(operand.name, expected, got, f"move it to {device}"))
 
 
-def _check_rank(operand: Operand, first: Operand) -> None:
+def _check_rank(operand: Operand, first: Operand, is_packed: bool) -> None:
     rank = len(operand.shape)
+    if is_packed and rank != 3:
+        expected = "3 axes with cu_seqlens_q and cu_seqlens_k"
+        got = f"{rank} (shape {operand.shape})"
+        remedy = "pass (length of all sequences, heads, head_dim), or kv_lens= for a padded batch"
+        raise ValueError(message(operand.name, expected, got, remedy))
     if not 2 <= rank <= 4:
         got = f"{rank} (shape {operand.shape})"
         remedy = "pass (batch, heads, length, head_dim), (batch * heads, length, head_dim) or "
@@ -1147,6 +1321,9 @@ def _canonical(
     strides = (*operand.strides, 1) if rows else operand.strides
     missing = 4 - len(shape)
     shape, strides = (1,) * missing + shape, (0,) * missing + strides
+    if layout == "packed" and not rows:
+        shape = (1, shape[2], shape[1], shape[3])
+        strides = (0, strides[2], strides[1], strides[3])
     if layout == "bnhd" and not missing:
         shape = (shape[0], shape[2], shape[1], shape[3])
         strides = (strides[0], strides[2], strides[1], strides[3])
@@ -1156,8 +1333,8 @@ def _canonical(
 
 
 def _contiguous(num_heads: int, length: int, head_dim: int, layout: str) -> Strides:
-    """Strides of a C-contiguous tensor ``(B, H, N, D)`` or ``(B, N, H, D)``."""
-    if layout == "bnhd":
+    """Strides of a C-contiguous tensor ``(B, H, N, D)``, ``(B, N, H, D)`` or ``(N, H, D)``."""
+    if layout in ("bnhd", "packed"):
         return Strides(num_heads * length * head_dim, head_dim, num_heads * head_dim)
     return Strides(num_heads * length * head_dim, length * head_dim, head_dim)
 

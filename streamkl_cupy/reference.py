@@ -103,6 +103,11 @@ def attention_kl(
     softcap1: float | None = ...,
     softcap2: float | None = ...,
     layout: str = ...,
+    kv_starts: ArrayLike | None = ...,
+    kv_lens: ArrayLike | None = ...,
+    q_lens: ArrayLike | None = ...,
+    cu_seqlens_q: ArrayLike | None = ...,
+    cu_seqlens_k: ArrayLike | None = ...,
     lse1: ArrayLike | None = ...,
     lse2: ArrayLike | None = ...,
     return_state: Literal[False] = ...,
@@ -122,6 +127,11 @@ def attention_kl(
     softcap1: float | None = ...,
     softcap2: float | None = ...,
     layout: str = ...,
+    kv_starts: ArrayLike | None = ...,
+    kv_lens: ArrayLike | None = ...,
+    q_lens: ArrayLike | None = ...,
+    cu_seqlens_q: ArrayLike | None = ...,
+    cu_seqlens_k: ArrayLike | None = ...,
     lse1: None = ...,
     lse2: None = ...,
     return_state: Literal[True],
@@ -141,6 +151,11 @@ def attention_kl(
     softcap1: float | None = ...,
     softcap2: float | None = ...,
     layout: str = ...,
+    kv_starts: ArrayLike | None = ...,
+    kv_lens: ArrayLike | None = ...,
+    q_lens: ArrayLike | None = ...,
+    cu_seqlens_q: ArrayLike | None = ...,
+    cu_seqlens_k: ArrayLike | None = ...,
     lse1: ArrayLike | None = ...,
     lse2: ArrayLike | None = ...,
     return_state: Literal[True],
@@ -160,6 +175,11 @@ def attention_kl(
     softcap1: float | None = ...,
     softcap2: float | None = ...,
     layout: str = ...,
+    kv_starts: ArrayLike | None = ...,
+    kv_lens: ArrayLike | None = ...,
+    q_lens: ArrayLike | None = ...,
+    cu_seqlens_q: ArrayLike | None = ...,
+    cu_seqlens_k: ArrayLike | None = ...,
     return_entropy: Literal[True],
 ) -> EntropyState: ...
 def attention_kl(
@@ -176,6 +196,11 @@ def attention_kl(
     softcap1: float | None = None,
     softcap2: float | None = None,
     layout: str = "bhnd",
+    kv_starts: ArrayLike | None = None,
+    kv_lens: ArrayLike | None = None,
+    q_lens: ArrayLike | None = None,
+    cu_seqlens_q: ArrayLike | None = None,
+    cu_seqlens_k: ArrayLike | None = None,
     lse1: ArrayLike | None = None,
     lse2: ArrayLike | None = None,
     return_state: bool = False,
@@ -207,6 +232,14 @@ def attention_kl(
     layout
         ``"bhnd"`` as above, or ``"bnhd"`` with heads and length swapped. Ranks 3 ``(BH, N, D)``
         and 2 ``(N, D)`` read the same in both.
+    kv_starts, kv_lens, q_lens
+        Of a padded batch, each of shape ``(B,)``: the first key of an entry, how many keys it has
+        from there on, and how many queries. By default 0 and the whole lengths. The offset is
+        counted from the first key, and by default by the lengths of the entry.
+    cu_seqlens_q, cu_seqlens_k
+        Of packed sequences, each of shape ``(B + 1,)``: where they begin, and where the last one
+        ends. The inputs are ``(N_Q, H, D1)``, ``(N_K, HK1, D1)`` and so on then, what is returned
+        for each query ``(H, N_Q)``. The offset is that within each sequence.
     lse1, lse2
         Log-sum-exps to divide by instead of those over the keys of the call, of the shape of ``q1``
         without its last axis.
@@ -247,15 +280,16 @@ def attention_kl(
     >>> bool(np.isclose(kl[0], 0.5 * np.log(4 / 3)))
     True
     """
+    lengths = _Lengths(kv_starts, kv_lens, q_lens, cu_seqlens_q, cu_seqlens_k)
+    layout = lengths.layout(layout)
     side1, side2 = _sides(q1, k1, q2, k2, (scale1, scale2), (softcap1, softcap2), layout)
-    ranges = _key_ranges(side1, causal, window, q_offset)
-    shape = np.shape(q1)[:-1]
+    shape = _row_shape(q1, layout)
     given = {
         name: _as_float64(array)
         for name, array in (("lse1", lse1), ("lse2", lse2))
         if array is not None
     }
-    _check_rows(given, q1)
+    _check_rows(given, shape)
     if given and return_entropy:
         raise ValueError(
             f"return_entropy: expected False with given log-sum-exps, got True; leave out "
@@ -266,7 +300,7 @@ def attention_kl(
     kl, own1, own2 = (_canonical_rows(array, layout) for array in state)
 
     with np.errstate(all="ignore"):
-        for batch, head in _head_groups(side1, side2):
+        for batch, head, ranges in _head_groups(side1, side2, causal, window, q_offset, lengths):
             keys1, keys2 = side1.keys(batch, head), side2.keys(batch, head)
             for rows, seen, allowed in _row_blocks(*ranges):
                 x1 = side1.logits(side1.queries(batch, head, rows), keys1[:, seen])
@@ -315,6 +349,11 @@ def attention_kl_backward(
     softcap1: float | None = None,
     softcap2: float | None = None,
     layout: str = "bhnd",
+    kv_starts: ArrayLike | None = None,
+    kv_lens: ArrayLike | None = None,
+    q_lens: ArrayLike | None = None,
+    cu_seqlens_q: ArrayLike | None = None,
+    cu_seqlens_k: ArrayLike | None = None,
 ) -> tuple[_Float64, ...]:
     """Gradients of ``sum(dkl * kl)`` with respect to any of the four inputs.
 
@@ -323,6 +362,8 @@ def attention_kl_backward(
     dkl
         Upstream gradient, of the shape of ``q1`` without its last axis.
     q1, k1, q2, k2, causal, window, q_offset, scale1, scale2, softcap1, softcap2, layout
+        As given to `attention_kl`.
+    kv_starts, kv_lens, q_lens, cu_seqlens_q, cu_seqlens_k
         As given to `attention_kl`.
     state
         Its result with ``return_state=True``, or any object with float arrays ``kl``, ``lse1`` and
@@ -365,14 +406,16 @@ def attention_kl_backward(
     >>> bool(np.allclose(dk2, [[-0.25], [0.25]]))        # P2 - P1
     True
     """
+    lengths = _Lengths(kv_starts, kv_lens, q_lens, cu_seqlens_q, cu_seqlens_k)
+    layout = lengths.layout(layout)
     side1, side2 = _sides(q1, k1, q2, k2, (scale1, scale2), (softcap1, softcap2), layout)
-    ranges = _key_ranges(side1, causal, window, q_offset)
+    shape = _row_shape(q1, layout)
     _check_wrt(wrt)
     row_values = {"dkl": dkl, "kl": state.kl, "lse1": state.lse1, "lse2": state.lse2}
     given = getattr(state, "given", ())
     # Where nothing is given P1 adds up to 1.
-    row_values["mass1"] = getattr(state, "mass1", np.ones(np.shape(q1)[:-1]))
-    _check_rows(row_values, q1)
+    row_values["mass1"] = getattr(state, "mass1", np.ones(shape))
+    _check_rows(row_values, shape)
     upstream, kl, lse1, lse2, mass1 = (
         _canonical_rows(_as_float64(values), layout) for values in row_values.values()
     )
@@ -383,7 +426,7 @@ def attention_kl_backward(
     trained = [t for t in sides if f"q{t}" in wrt or f"k{t}" in wrt]
 
     with np.errstate(all="ignore"):
-        for batch, head in _head_groups(side1, side2):
+        for batch, head, ranges in _head_groups(side1, side2, causal, window, q_offset, lengths):
             keys = {t: side.keys(batch, head) for t, side in sides.items()}
             dkeys = {t: np.zeros_like(keys[t]) for t in trained if f"k{t}" in wrt}
             for rows, seen, allowed in _row_blocks(*ranges):
@@ -536,6 +579,8 @@ def _as_float64(array: ArrayLike) -> _Float64:
 
 def _canonical(array: NDArray[Any], layout: str) -> NDArray[Any]:
     """View of rank 4 in the order batch, head, row, component."""
+    if layout == "packed":
+        return array.swapaxes(0, 1)[None]
     if array.ndim == 4:
         return array.swapaxes(1, 2) if layout == "bnhd" else array
     return array[(None,) * (4 - array.ndim)]
@@ -543,7 +588,8 @@ def _canonical(array: NDArray[Any], layout: str) -> NDArray[Any]:
 
 def _canonical_rows(array: _Float64, layout: str) -> _Float64:
     """View of rank 3 in the order batch, head, row."""
-    view: _Float64 = _canonical(array[..., None], layout)[..., 0]
+    rows_layout = "bhnd" if layout == "packed" else layout
+    view: _Float64 = _canonical(array[..., None], rows_layout)[..., 0]
     return view
 
 
@@ -557,7 +603,7 @@ def _sides(
     layout: str,
 ) -> tuple[_Side, _Side]:
     """Check the shapes and put both distributions into the canonical order."""
-    if layout not in _LAYOUTS:
+    if layout not in (*_LAYOUTS, "packed"):
         raise ValueError(
             f"layout: expected one of {_LAYOUTS}, got {layout!r}; name the order of the axes"
         )
@@ -567,6 +613,11 @@ def _sides(
             raise ValueError(
                 f"{name}: expected rank 2, 3 or 4, the same for all four inputs, got shape "
                 f"{array.shape}; give it as many axes as q1, which has shape {arrays['q1'].shape}"
+            )
+        if layout == "packed" and array.ndim != 3:
+            raise ValueError(
+                f"{name}: expected rank 3 with cu_seqlens, got shape {array.shape}; pass all "
+                "sequences as (length, heads, head_dim)"
             )
     view = {name: _canonical(array, layout) for name, array in arrays.items()}
 
@@ -610,11 +661,17 @@ def _sides(
     return side(1), side(2)
 
 
-def _check_rows(values: Mapping[str, Any], q1: ArrayLike) -> None:
+def _row_shape(q1: ArrayLike, layout: str) -> tuple[int, ...]:
+    """The shape of kl: that of q1 without its last axis; of packed queries heads come first."""
+    shape = np.shape(q1)[:-1]
+    return (shape[1], shape[0]) if layout == "packed" else shape
+
+
+def _check_rows(values: Mapping[str, Any], shape: tuple[int, ...]) -> None:
     for name, array in values.items():
-        if np.shape(array) != np.shape(q1)[:-1]:
+        if np.shape(array) != shape:
             raise ValueError(
-                f"{name}: expected the shape of q1 without its last axis, {np.shape(q1)[:-1]}, "
+                f"{name}: expected the shape of q1 without its last axis, {shape}, "
                 f"got {np.shape(array)}; pass one value a query row"
             )
 
@@ -628,26 +685,100 @@ def _check_wrt(wrt: Sequence[str]) -> None:
         )
 
 
-def _head_groups(side1: _Side, side2: _Side) -> Iterator[tuple[_Index, _Index]]:
-    """Batch and head indices of the heads to work on together: many if small, else one."""
+class _Entry(NamedTuple):
+    """Neighbouring queries and keys that belong together."""
+
+    first_query: int
+    num_queries: int
+    first_key: int
+    num_keys: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Lengths:
+    """What of a batch is there."""
+
+    kv_starts: ArrayLike | None
+    kv_lens: ArrayLike | None
+    q_lens: ArrayLike | None
+    cu_seqlens_q: ArrayLike | None
+    cu_seqlens_k: ArrayLike | None
+
+    def layout(self, layout: str) -> str:
+        if (self.cu_seqlens_q is None) != (self.cu_seqlens_k is None):
+            raise ValueError(
+                "cu_seqlens: expected both or neither of cu_seqlens_q and cu_seqlens_k, got one; "
+                "pass where the sequences begin for queries and for keys"
+            )
+        if self.cu_seqlens_q is None:
+            return layout
+        if self.is_padded:
+            raise ValueError(
+                "cu_seqlens_q: expected None with kv_starts, kv_lens or q_lens, got an array; "
+                "leave out the ones or the others"
+            )
+        return "packed"
+
+    @property
+    def is_padded(self) -> bool:
+        return any(x is not None for x in (self.kv_starts, self.kv_lens, self.q_lens))
+
+    def entries(self, batch: int, num_queries: int, num_keys: int) -> list[_Entry]:
+        """Those of a batch entry. What is out of range is cut to what there is."""
+        if self.cu_seqlens_q is not None and self.cu_seqlens_k is not None:
+            queries = np.clip(np.asarray(self.cu_seqlens_q), 0, num_queries).tolist()
+            keys = np.clip(np.asarray(self.cu_seqlens_k), 0, num_keys).tolist()
+            places = zip(queries, queries[1:], keys, keys[1:], strict=False)
+            return [_Entry(q, q_end - q, k, k_end - k) for q, q_end, k, k_end in places]
+
+        def value(array: ArrayLike | None, most: int, otherwise: int) -> int:
+            return otherwise if array is None else min(most, max(0, int(np.asarray(array)[batch])))
+
+        first = value(self.kv_starts, num_keys, 0)
+        rest = num_keys - first
+        rows = value(self.q_lens, num_queries, num_queries)
+        return [_Entry(0, rows, first, value(self.kv_lens, rest, rest))]
+
+
+def _head_groups(
+    side1: _Side,
+    side2: _Side,
+    causal: bool,
+    window: tuple[int | None, int | None] | None,
+    q_offset: int | None,
+    lengths: _Lengths,
+) -> Iterator[tuple[_Index, _Index, tuple[_Index, _Index, int]]]:
+    """Batch and head indices of the heads to work on together, many if small, else one, and which
+    keys their queries see."""
     batch, heads, num_queries, head_dim1 = side1.q.shape
     num_keys = side1.k.shape[2]
     head_dim = max(head_dim1, side2.q.shape[3])
     elements = max(num_queries * num_keys, (num_queries + num_keys) * head_dim, 1)
     step = max(1, _BLOCK_ELEMENTS // elements)
-    for start in range(0, batch * heads, step):
-        index = np.arange(start, min(start + step, batch * heads))
-        yield index // heads, index % heads
+    # Without padding all batch entries are alike.
+    num_groups = batch if lengths.is_padded else min(batch, 1)
+    per_group = heads if lengths.is_padded else batch * heads
+    for group in range(num_groups):
+        begins, ends = np.zeros(num_queries, np.intp), np.zeros(num_queries, np.intp)
+        for entry in lengths.entries(group, num_queries, num_keys):
+            rows = slice(entry.first_query, entry.first_query + entry.num_queries)
+            begin, end = _key_ranges(entry.num_queries, entry.num_keys, causal, window, q_offset)
+            begins[rows], ends[rows] = begin + entry.first_key, end + entry.first_key
+            # Queries behind it, if they are in no other, see nothing.
+            begins[rows.stop :] = ends[rows.stop :] = entry.first_key + entry.num_keys
+        for start in range(group * per_group, (group + 1) * per_group, step):
+            index = np.arange(start, min(start + step, (group + 1) * per_group))
+            yield index // heads, index % heads, (begins, ends, num_keys)
 
 
 def _key_ranges(
-    side: _Side,
+    num_queries: int,
+    num_keys: int,
     causal: bool,
     window: tuple[int | None, int | None] | None,
     q_offset: int | None,
-) -> tuple[_Index, _Index, int]:
-    """The first key that each query sees and the one behind its last, and the number of keys."""
-    num_queries, num_keys = side.q.shape[2], side.k.shape[2]
+) -> tuple[_Index, _Index]:
+    """The first key that each query sees and the one behind its last."""
     offset = num_keys - num_queries if q_offset is None else int(q_offset)
     left, right = (None, None) if window is None else window
     if min(-1 if x is None else x for x in (left, right)) < -1:
@@ -664,7 +795,7 @@ def _key_ranges(
     if causal or (right is not None and right != -1):
         last = offset if causal or right is None else offset + right
         ends = np.clip(places + 1 + max(-far, min(far, last)), 0, num_keys)
-    return begins, ends, num_keys
+    return begins, ends
 
 
 def _row_blocks(

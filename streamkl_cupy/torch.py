@@ -13,7 +13,8 @@ kernel, which calls `api`, a fake kernel, which computes shapes, and a rule for 
 have a formula for their gradient, the third has none, so that a second derivative is an error.
 Three more, ``attention_kl_entropy``, ``attention_kl_given`` and ``attention_kl_given_backward``,
 are the same for calls with entropies and with given log-sum-exps, apart so that the others have no
-argument and no result more.
+argument and no result more; ``attention_kl_ragged`` and ``attention_kl_ragged_backward`` take the
+lengths of padded batches and packed sequences, and all of that.
 
 The operators are defined through `torch.library.Library`, of which `torch.library.custom_op` is a
 wrapper, because a call through the wrapper costs the host as much as four allocations. For the same
@@ -26,15 +27,18 @@ compiled function, or compile without ``fullgraph=True``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from streamkl_cupy import api
 from streamkl_cupy.problem import (
     INPUTS,
+    LENGTHS,
     NO_WINDOW,
     REDUCTIONS,
     Device,
     Operand,
+    Ragged,
     Window,
     check_flag,
     check_gpu,
@@ -43,6 +47,7 @@ from streamkl_cupy.problem import (
     check_softcaps,
     check_window,
     describe,
+    describe_lengths,
     lags_of,
     message,
     rows_seeing,
@@ -62,6 +67,8 @@ except ImportError as error:
 __all__ = ["REDUCTIONS", "AttentionKLLoss", "attention_kl"]
 
 _LSE = ("lse1", "lse2")
+# The lengths of a batch as an operator has them.
+_LENGTHS = (*LENGTHS, "max_seqlen_q", "max_seqlen_k")
 
 # In place of an address where there is no memory: aligned, and not null.
 _NO_ADDRESS = 16
@@ -81,6 +88,13 @@ def attention_kl(
     softcap1: float | None = None,
     softcap2: float | None = None,
     layout: str = "bhnd",
+    kv_starts: Tensor | None = None,
+    kv_lens: Tensor | None = None,
+    q_lens: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     reduction: str = "none",
     row_weights: Tensor | None = None,
     lse1: Tensor | None = None,
@@ -99,15 +113,17 @@ def attention_kl(
         ``torch.no_grad()``. Note that ``causal=True`` is aligned to the bottom right, unlike
         ``scaled_dot_product_attention``, and that autocast casts nothing here: the four inputs
         have one dtype.
+    kv_starts, kv_lens, q_lens, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        The lengths of a padded batch or of packed sequences, as `streamkl_cupy.attention_kl` takes
+        them. Of packed sequences kl is ``(H, N_Q)``, and `torch.func.vmap` maps none.
     reduction
         ``"none"`` for one value a query row; ``"sum"`` over all of them; ``"mean"`` over the rows
         that see a key, which is 0 where there is none; ``"batchmean"``, the sum divided by the
-        length of the first axis, at rank 2 by 1.
+        length of the first axis, at rank 2 by 1, of packed sequences by their number.
     row_weights
-        Weights of the rows, of a shape that broadcasts to that of q1 without its last axis, float
-        or bool: ``(B, 1, N_Q)`` of padding, for example. Each row is multiplied by its weight, and
-        ``"mean"`` divides by the weights of the rows that see a key (by 1 if these sum to 0).
-        Differentiable too.
+        Weights of the rows, of a shape that broadcasts to that of kl, float or bool. Each row is
+        multiplied by its weight, and ``"mean"`` divides by the weights of the rows that see a key
+        (by 1 if these sum to 0). Differentiable too.
     lse1, lse2
         Log-sum-exps to divide by instead of the rows' own, as `streamkl_cupy.attention_kl` takes
         them. They get gradients if they require them, and are constants otherwise.
@@ -178,11 +194,17 @@ def attention_kl(
     for name, value in zip(INPUTS, inputs, strict=True):
         if not isinstance(value, Tensor) or value.is_nested:
             raise TypeError(_not_a_tensor(name, value))
+    lengths = (kv_starts, kv_lens, q_lens, cu_seqlens_q, cu_seqlens_k)
+    most = (max_seqlen_q, max_seqlen_k)
+    is_ragged = most != (None, None) or any(x is not None for x in lengths)
+    if is_ragged:
+        _check_lengths(lengths, most, q1)
+    rows = _row_shape(q1, cu_seqlens_q)
     if row_weights is not None:
-        _check_row_weights(row_weights, q1)
+        _check_row_weights(row_weights, q1, rows)
     has_given = lse1 is not None or lse2 is not None
     if has_given:
-        _check_given(lse1, lse2, q1)
+        _check_given(lse1, lse2, q1, rows)
         if return_entropy:
             remedy = "leave out lse1 and lse2"
             raise ValueError(
@@ -195,7 +217,12 @@ def attention_kl(
         q1.requires_grad or k1.requires_grad or q2.requires_grad or k2.requires_grad
     )
     entropies: list[Tensor] = []
-    if has_given:
+    arguments: tuple[Any, ...]
+    if is_ragged:
+        arguments = (*inputs, lse1, lse2, *lengths, *most, return_entropy, *options)
+        kl, *lse = _rarely(_Ragged, _attention_kl_ragged, arguments, is_traced)
+        entropies = lse[5:]
+    elif has_given:
         arguments = (*inputs, lse1, lse2, *options)
         kl, *lse = _rarely(_Given, _attention_kl_given, arguments, is_traced)
     elif return_entropy:
@@ -215,12 +242,16 @@ def attention_kl(
             else:
                 kl = _attention_kl(*inputs, *options)
 
-    if reduction != "none" or row_weights is not None:
+    if is_ragged:
+        num_entries = kl.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+        kl = _reduce_ragged(kl, lse[0], num_entries, reduction, row_weights)
+    elif reduction != "none" or row_weights is not None:
         num_keys = k1.shape[1 if k1.ndim == 4 and layout == "bnhd" else -2]
         mask = causal, (left, right), q_offset
         kl = _reduce(kl, num_keys, mask, layout, reduction, row_weights)
     if return_lse or return_entropy:
-        return (kl, *(lse[:2] if return_lse else ()), *entropies)
+        lse = lse[:2] if return_lse else []
+        return (kl, *lse, *(entropies if return_entropy else ()))
     return kl
 
 
@@ -282,6 +313,13 @@ class AttentionKLLoss(torch.nn.Module):
         row_weights: Tensor | None = None,
         lse1: Tensor | None = None,
         lse2: Tensor | None = None,
+        kv_starts: Tensor | None = None,
+        kv_lens: Tensor | None = None,
+        q_lens: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
     ) -> Tensor:
         """The loss of one call; arguments as `attention_kl` takes them."""
         return attention_kl(
@@ -297,6 +335,13 @@ class AttentionKLLoss(torch.nn.Module):
             softcap1=self.softcap1,
             softcap2=self.softcap2,
             layout=self.layout,
+            kv_starts=kv_starts,
+            kv_lens=kv_lens,
+            q_lens=q_lens,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
             reduction=self.reduction,
             row_weights=row_weights,
             lse1=lse1,
@@ -423,6 +468,26 @@ class _Given(torch.autograd.Function):
     jvp = staticmethod(_refuse_forward_mode)
 
 
+class _Ragged(torch.autograd.Function):
+    """The gradient of a padded or packed batch, inside and outside of torch.func."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return _attention_kl_ragged(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _keep_ragged(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, dkl: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        return _ragged_backward(ctx, dkl)
+
+    jvp = staticmethod(_refuse_forward_mode)
+
+
 class _Gradients(torch.autograd.Function):
     """The gradients where autograd follows them: an error when it is to go back through them."""
 
@@ -537,6 +602,35 @@ def _given_backward(ctx: Any, dkl: Tensor | None, *_: Any) -> tuple[Tensor | Non
     return tuple(found.get(name) for name in names) + (None,) * len(ctx.options)
 
 
+def _keep_ragged(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Save for the backward of ``attention_kl_ragged``."""
+    lengths, (*most, _), ctx.options = inputs[6:11], inputs[11:14], inputs[14:]
+    ctx.save_for_backward(*inputs[:4], *output[:6], *lengths)
+    given = dict(zip(_LSE, inputs[4:6], strict=True))
+    ctx.given = [name for name, value in given.items() if value is not None]
+    ctx.dtypes = {name: given[name].dtype for name in ctx.given}
+    ctx.most = most
+    ctx.num_inputs = len(inputs)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _ragged_backward(ctx: Any, dkl: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    """The formula of the gradient of a padded or packed batch, as an operator has it."""
+    num_inputs: int = ctx.num_inputs
+    if dkl is None:  # nothing comes back to kl
+        return (None,) * num_inputs
+    names = (*INPUTS, *_LSE)
+    wrt = [n for n, wanted in zip(names, ctx.needs_input_grad[:6], strict=True) if wanted]
+    saved, lengths = ctx.saved_tensors[:10], ctx.saved_tensors[10:]
+    arguments = (dkl, *saved, ctx.given, wrt, *lengths, *ctx.most, *ctx.options)
+    found = dict(zip(wrt, _once(_attention_kl_ragged_backward, arguments), strict=True))
+    for name, dtype in ctx.dtypes.items():
+        if name in found:
+            found[name] = found[name].to(dtype)
+    return tuple(found.get(name) for name in names) + (None,) * (num_inputs - len(names))
+
+
 def _once(operator: Any, arguments: tuple[Any, ...]) -> Sequence[Tensor]:
     """What an operator of gradients returns, which cannot be differentiated again."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -590,7 +684,44 @@ def _reduce(
     return total / torch.where(divisor == 0, 1.0, divisor)
 
 
-def _check_row_weights(row_weights: Any, q1: Tensor) -> None:
+def _reduce_ragged(
+    kl: Tensor, lse1: Tensor, num_entries: int, reduction: str, row_weights: Tensor | None
+) -> Tensor:
+    weighted = kl if row_weights is None else kl * row_weights
+    if reduction == "none":
+        return weighted
+    total = weighted.sum()
+    if reduction == "sum":
+        return total
+    if reduction == "batchmean":
+        return total / max(num_entries, 1)
+    # Which rows see a key is known on the device alone, where their log-sum-exps tell.
+    sees = torch.ne(lse1, -torch.inf)
+    counted = sees if row_weights is None else sees * row_weights
+    divisor = counted.sum(dtype=kl.dtype)
+    return total / torch.where(divisor == 0, 1.0, divisor)
+
+
+def _row_shape(q1: Tensor, cu_seqlens_q: Tensor | None) -> tuple[int, ...]:
+    """The shape of kl."""
+    shape = tuple(q1.shape[:-1])
+    return shape if cu_seqlens_q is None else shape[::-1]
+
+
+def _check_lengths(
+    lengths: tuple[Tensor | None, ...], most: tuple[int | None, int | None], q1: Tensor
+) -> None:
+    given = {name: x for name, x in zip(LENGTHS, lengths, strict=True) if x is not None}
+    describe_lengths(tuple(given), *most)
+    for name, value in given.items():
+        if not isinstance(value, Tensor) or value.is_nested:
+            raise TypeError(_not_a_tensor(name, value))
+        if value.device != q1.device:
+            expected, got = f"a tensor on {q1.device} like q1", f"one on {value.device}"
+            raise ValueError(message(name, expected, got, f"move it to {q1.device}"))
+
+
+def _check_row_weights(row_weights: Any, q1: Tensor, rows: tuple[int, ...]) -> None:
     if not isinstance(row_weights, Tensor) or row_weights.is_nested:
         raise TypeError(_not_a_tensor("row_weights", row_weights))
     if row_weights.layout != torch.strided:
@@ -603,15 +734,15 @@ def _check_row_weights(row_weights: Any, q1: Tensor) -> None:
         expected = f"a tensor on {q1.device} like q1"
         got = f"one on {row_weights.device}"
         raise ValueError(message("row_weights", expected, got, f"move it to {q1.device}"))
-    shape, rows = tuple(row_weights.shape), tuple(q1.shape[:-1])
+    shape = tuple(row_weights.shape)
     pairs = zip(reversed(shape), reversed(rows), strict=False)
     if len(shape) > len(rows) or any(ours != 1 and ours != theirs for ours, theirs in pairs):
-        expected = f"a shape that broadcasts to that of q1 without its last axis, {rows}"
+        expected = f"a shape that broadcasts to that of kl, {rows}"
         remedy = "give it axes of length 1 where all have one weight"
         raise ValueError(message("row_weights", expected, str(shape), remedy))
 
 
-def _check_given(lse1: Any, lse2: Any, q1: Tensor) -> None:
+def _check_given(lse1: Any, lse2: Any, q1: Tensor, rows: tuple[int, ...]) -> None:
     for name, value in zip(_LSE, (lse1, lse2), strict=True):
         if value is None:
             continue
@@ -620,9 +751,9 @@ def _check_given(lse1: Any, lse2: Any, q1: Tensor) -> None:
         if value.device != q1.device:
             expected, got = f"a tensor on {q1.device} like q1", f"one on {value.device}"
             raise ValueError(message(name, expected, got, f"move it to {q1.device}"))
-        shape, rows = tuple(value.shape), tuple(q1.shape[:-1])
+        shape = tuple(value.shape)
         if shape != rows:
-            expected = f"the shape of q1 without its last axis, {rows}"
+            expected = f"the shape of kl, {rows}"
             raise ValueError(message(name, expected, str(shape), "pass one value a query row"))
 
 
@@ -704,10 +835,49 @@ def _run_attention_kl_given(*arguments: Any) -> tuple[Any, ...]:
     return (*_state_tensors(state), state.mass1)
 
 
+def _run_attention_kl_ragged(*arguments: Any) -> tuple[Any, ...]:
+    q1, k1, q2, k2, lse1, lse2 = arguments[:6]
+    lengths, has_entropy, options = arguments[6:13], arguments[13], arguments[14:]
+    keywords = _keywords(options) | dict(zip(_LENGTHS, lengths, strict=True))
+    if has_entropy:
+        keywords["return_entropy"] = True
+    else:
+        keywords |= {"lse1": lse1, "lse2": lse2, "return_state": True}
+    state = api.attention_kl(q1, k1, q2, k2, **keywords)
+    optional = (state.mass1, state.entropy, state.cross_entropy)
+    nothing = (_nothing(state.kl) if x is None else x for x in optional)
+    return (*_state_tensors(state), *nothing)
+
+
+def _run_attention_kl_ragged_backward(dkl: Tensor, *arguments: Any) -> list[Tensor]:
+    inputs_and_state, (given, wrt), lengths = arguments[:10], arguments[10:12], arguments[12:19]
+    keywords = dict(zip(_LENGTHS, lengths, strict=True))
+    return _all_gradients(dkl, inputs_and_state, given, wrt, arguments[19:], keywords)
+
+
+def _nothing(like: Any) -> Tensor:
+    """In place of a result that there is not."""
+    nothing: Tensor = like.new_empty(0)
+    return nothing
+
+
 def _run_attention_kl_given_backward(dkl: Tensor, *arguments: Any) -> list[Tensor]:
-    q1, k1, q2, k2, *state = arguments[:10]
     given, wrt, *options = arguments[10:]
+    return _all_gradients(dkl, arguments[:10], given, wrt, options, {})
+
+
+def _all_gradients(
+    dkl: Tensor,
+    inputs_and_state: tuple[Any, ...],
+    given: Sequence[str],
+    wrt: Sequence[str],
+    options: Sequence[Any],
+    lengths: dict[str, Any],
+) -> list[Tensor]:
+    """Of inputs and of given log-sum-exps."""
+    q1, k1, q2, k2, *state = inputs_and_state
     kl, lse1, lse2, lse1_low, lse2_low, mass1 = state
+    mass_of_given = mass1 if given else None
     of_inputs = [name for name in wrt if name in INPUTS]
     gradients: dict[str, Tensor] = {}
     if "lse1" in wrt:
@@ -721,9 +891,10 @@ def _run_attention_kl_given_backward(dkl: Tensor, *arguments: Any) -> list[Tenso
             k1,
             q2,
             k2,
-            KLState(kl, lse1, lse2, lse1_low, lse2_low, mass1, tuple(given)),
+            KLState(kl, lse1, lse2, lse1_low, lse2_low, mass_of_given, tuple(given)),
             wrt=of_inputs,
             **_keywords(options),
+            **lengths,
             deterministic=options[-1],
         )
         gradients |= zip(of_inputs, computed, strict=True)
@@ -769,12 +940,37 @@ def _fake_attention_kl_given_backward(dkl: Tensor, *arguments: Any) -> list[Tens
     return [likes[name].new_empty(likes[name].shape) for name in arguments[11]]
 
 
-def _fake_rows(q1: Tensor) -> Tensor:
+def _fake_attention_kl_ragged(*arguments: Any) -> tuple[Tensor, ...]:
+    inputs, given, lengths = arguments[:4], arguments[4:6], arguments[6:11]
+    has_entropy = arguments[13]
+    names = tuple(name for name, x in zip(LENGTHS, lengths, strict=True) if x is not None)
+    ragged = describe_lengths(names, None, None)
+    if ragged.is_packed:
+        ragged = replace(ragged, num_sequences=_known(lengths[3].shape[0]) - 1)
+    _check_fake(inputs, arguments[14:], ragged)
+    rows = _row_shape(inputs[0], lengths[3])
+    has_mass = any(x is not None for x in given)
+    exist = (True,) * 5 + (has_mass, has_entropy, has_entropy)
+    return tuple(_fake_rows(inputs[0], rows if exists else (0,)) for exists in exist)
+
+
+def _known(length: Any) -> int:
+    """A length, or any where it is not known yet."""
+    return length if type(length) is int else 1
+
+
+def _fake_attention_kl_ragged_backward(dkl: Tensor, *arguments: Any) -> list[Tensor]:
+    return _fake_attention_kl_given_backward(dkl, *arguments[:12])
+
+
+def _fake_rows(q1: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
     dtype = torch.float64 if q1.device.type == "cpu" else torch.float32
-    return q1.new_empty(q1.shape[:-1], dtype=dtype)
+    return q1.new_empty(q1.shape[:-1] if shape is None else shape, dtype=dtype)
 
 
-def _check_fake(inputs: Sequence[Tensor], options: tuple[Any, ...]) -> None:
+def _check_fake(
+    inputs: Sequence[Tensor], options: tuple[Any, ...], ragged: Ragged | None = None
+) -> None:
     """Raise what the kernel would raise of lengths that are known."""
     device = inputs[0].device
     for name, value in zip(INPUTS, inputs, strict=True):
@@ -802,7 +998,7 @@ def _check_fake(inputs: Sequence[Tensor], options: tuple[Any, ...]) -> None:
     )
     for name in ("scale1", "scale2", "softcap1", "softcap2"):
         keywords[name] = keywords[name] if isinstance(keywords[name], float) else None
-    problem = describe(*operands, **keywords)
+    problem = describe(*operands, **keywords, ragged=ragged)
     if device.type == "cuda":
         check_gpu(problem)
 
@@ -891,6 +1087,66 @@ def _vmap_attention_kl_given_backward(info: Any, in_dims: Any, *arguments: Any) 
     return [_unfold(part, info.batch_size, batch) for part in gradients], [0] * len(gradients)
 
 
+def _vmap_attention_kl_ragged(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
+    inputs, lse, lengths = arguments[:4], arguments[4:6], arguments[6:11]
+    *most, layout, deterministic = arguments[11:]
+    _refuse_packed(lengths)
+    rank, batch = _rank_and_batch(inputs[0], in_dims[0])
+    given = [
+        None if value is None else _fold(value, in_dim, info.batch_size, rank)
+        for value, in_dim in zip(lse, in_dims[4:6], strict=True)
+    ]
+    state = _attention_kl_ragged(
+        *_fold_inputs(inputs, in_dims, info.batch_size),
+        *given,
+        *_fold_lengths(lengths, in_dims[6:11], info.batch_size),
+        *most,
+        _folded_layout(layout, rank),
+        deterministic,
+    )
+    unfolded = [_unfold(part, info.batch_size, batch) if part.numel() else part for part in state]
+    return tuple(unfolded), tuple(0 if part.numel() else None for part in state)
+
+
+def _vmap_attention_kl_ragged_backward(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
+    dkl, inputs, state = arguments[0], arguments[1:5], arguments[5:11]
+    given, wrt, lengths = arguments[11], arguments[12], arguments[13:18]
+    *most, layout, deterministic = arguments[18:]
+    _refuse_packed(lengths)
+    rank, batch = _rank_and_batch(inputs[0], in_dims[1])
+    rows = [
+        _fold(value, in_dim, info.batch_size, rank) if value.numel() else value
+        for value, in_dim in zip((dkl, *state), (in_dims[0], *in_dims[5:11]), strict=True)
+    ]
+    gradients = _attention_kl_ragged_backward(
+        rows[0],
+        *_fold_inputs(inputs, in_dims[1:5], info.batch_size),
+        *(part.contiguous() for part in rows[1:]),
+        given,
+        wrt,
+        *_fold_lengths(lengths, in_dims[13:18], info.batch_size),
+        *most,
+        _folded_layout(layout, rank),
+        deterministic,
+    )
+    return [_unfold(part, info.batch_size, batch) for part in gradients], [0] * len(gradients)
+
+
+def _refuse_packed(lengths: Sequence[Tensor | None]) -> None:
+    if lengths[-1] is not None:
+        raise RuntimeError(
+            "streamkl_cupy.torch.attention_kl: expected padded batches under torch.func.vmap, got "
+            "packed sequences; call it once for each, or pack all of them."
+        )
+
+
+def _fold_lengths(lengths: Sequence[Tensor | None], in_dims: Any, size: int) -> list[Tensor | None]:
+    return [
+        None if value is None else _fold(value, in_dim, size, 4).contiguous()
+        for value, in_dim in zip(lengths, in_dims, strict=True)
+    ]
+
+
 def _fold_inputs(inputs: Sequence[Tensor], in_dims: Any, size: int) -> list[Tensor]:
     folded = []
     for value, in_dim in zip(inputs, in_dims, strict=False):
@@ -942,6 +1198,11 @@ _OPTIONS = (
     "bool causal, SymInt? window_left, SymInt? window_right, SymInt? q_offset, "
     "float? scale1, float? scale2, float? softcap1, float? softcap2, "
     "str layout, bool deterministic"
+)
+
+_RAGGED = (
+    "Tensor? kv_starts, Tensor? kv_lens, Tensor? q_lens, Tensor? cu_seqlens_q, "
+    "Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k"
 )
 
 # Kept alive: with it the operators would go.
@@ -1018,6 +1279,28 @@ _attention_kl_given_backward = _define(
     _fake_attention_kl_given_backward,
     _vmap_attention_kl_given_backward,
 )
+_attention_kl_ragged = _define(
+    "attention_kl_ragged",
+    f"({_INPUTS}, Tensor? lse1, Tensor? lse2, {_RAGGED}, bool has_entropy, {_OPTIONS})"
+    f" -> ({_STATE}, Tensor mass1, Tensor entropy, Tensor cross_entropy)",
+    _run_attention_kl_ragged,
+    _fake_attention_kl_ragged,
+    _vmap_attention_kl_ragged,
+    _keep_ragged,
+    _ragged_backward,
+)
+_attention_kl_ragged_backward = _define(
+    "attention_kl_ragged_backward",
+    f"(Tensor dkl, {_INPUTS}, {_STATE}, Tensor mass1, str[] given, str[] wrt, {_RAGGED}, "
+    f"{_OPTIONS}) -> Tensor[]",
+    _run_attention_kl_ragged_backward,
+    _fake_attention_kl_ragged_backward,
+    _vmap_attention_kl_ragged_backward,
+)
 # The others are never reached with such tensors: only upstream gradients are mapped that way.
-for _name in ("attention_kl_backward", "attention_kl_given_backward"):
+for _name in (
+    "attention_kl_backward",
+    "attention_kl_given_backward",
+    "attention_kl_ragged_backward",
+):
     _library.impl(_name, _refuse_old_vmap, "Batched")

@@ -1,9 +1,11 @@
 // The plain arithmetic of cuda_src behind C functions; test_device_arithmetic.py compiles and calls
 // it.
+#include <algorithm>
 #include <cstring>
 #include <type_traits>
 #include <vector>
 
+#include "entries.cuh"
 #include "finished_rows.cuh"
 #include "key_range.cuh"
 #include "kl_state.cuh"
@@ -171,10 +173,16 @@ extern "C" void state_constants(float* constants) {
 
 namespace {
 
+// Of a ragged batch of one entry.
+std::vector<Interval> intervals_of_queries, intervals_of_keys;
+KeyTable table;
+
 // Calls with the key range of the bounds, of the kind that kernels are compiled for.
 template <class Call>
-auto with_range(const KeyBounds& bounds, int is_window, const Call& call) {
-    return is_window ? call(KeyRange<true>(bounds)) : call(KeyRange<false>(bounds));
+auto with_range(const KeyBounds& bounds, int mask, const Call& call) {
+    return mask == kRagged   ? call(KeyRange<kRagged>(bounds, table, 0))
+           : mask == kWindow ? call(KeyRange<kWindow>(bounds))
+                             : call(KeyRange<kPlain>(bounds));
 }
 
 }  // namespace
@@ -210,27 +218,49 @@ extern "C" void product_gradients(int side, int num, const float* x1, const floa
     }
 }
 
-extern "C" void key_ends(const KeyBounds* bounds, int is_window, int num, const int* query,
+// Makes the table that ranges are looked up in from now on, and copies it out.
+extern "C" void make_table(const TableParams* given, Interval* of_queries, Interval* of_keys) {
+    TableParams params = *given;
+    intervals_of_queries.resize(params.num_queries);
+    intervals_of_keys.resize(params.num_keys);
+    params.of_queries = intervals_of_queries.data();
+    params.of_keys = intervals_of_keys.data();
+    for (int64 idx = 0; idx < static_cast<int64>(params.num_queries) + params.num_keys; ++idx) {
+        make_row(params, idx);
+    }
+    table = {params.of_queries, params.of_keys};
+    std::copy(intervals_of_queries.begin(), intervals_of_queries.end(), of_queries);
+    std::copy(intervals_of_keys.begin(), intervals_of_keys.end(), of_keys);
+}
+
+extern "C" void key_ends(const KeyBounds* bounds, int mask, int num, const int* query,
                          Interval* keys) {
-    with_range(*bounds, is_window, [&](const auto& range) {
+    with_range(*bounds, mask, [&](const auto& range) {
         for (int i = 0; i < num; ++i) keys[i] = {range.begin(query[i]), range.end(query[i])};
     });
 }
 
-extern "C" void keys_of_queries(const KeyBounds* bounds, int is_window, int num, const int* first,
+extern "C" void keys_of_queries(const KeyBounds* bounds, int mask, int num, const int* first,
                                 const int* last, Interval* any, Interval* all, Interval* empty) {
-    with_range(*bounds, is_window, [&](const auto& range) {
+    with_range(*bounds, mask, [&](const auto& range) {
         for (int i = 0; i < num; ++i) {
             any[i] = range.any_of(first[i], last[i]);
             all[i] = range.all_of(first[i], last[i]);
-            empty[i] = {range.has_empty(first[i], last[i]), 0};
+            if constexpr (std::decay_t<decltype(range)>::kIsRagged) {
+                empty[i] = {0, 0};
+                for (int query = first[i]; query <= last[i]; ++query) {
+                    empty[i].begin |= range.is_empty(query);
+                }
+            } else {
+                empty[i] = {range.has_empty(first[i], last[i]), 0};
+            }
         }
     });
 }
 
-extern "C" void queries_of_keys(const KeyBounds* bounds, int is_window, int num, const int* first,
+extern "C" void queries_of_keys(const KeyBounds* bounds, int mask, int num, const int* first,
                                 const int* last, Interval* queries) {
-    with_range(*bounds, is_window, [&](const auto& range) {
+    with_range(*bounds, mask, [&](const auto& range) {
         for (int i = 0; i < num; ++i) queries[i] = range.queries_of(first[i], last[i]);
     });
 }
@@ -246,14 +276,14 @@ struct Block {
 };
 
 struct Visits {
-    const KeyBounds& range;
+    int num_queries, num_keys;
     int* counts;  // [queries][keys]
     int num_wrong = 0;
 
     // A query and a key meet without a mask between them.
     void add(int query, int key) {
-        if (query < range.num_queries && key < range.num_keys) {
-            ++counts[static_cast<int64>(query) * range.num_keys + key];
+        if (query < num_queries && key < num_keys) {
+            ++counts[static_cast<int64>(query) * num_keys + key];
         } else {
             ++num_wrong;
         }
@@ -273,6 +303,7 @@ void visit_tile(Visits& visits, const Range& range, const Block& block, int firs
               keys_per_warp = Traits::kBlockK / block.num_warps_k;
     const TileRange tiles =
         tiles_of_split<Traits::kBlockK>(range, first_query, Traits::kBlockQ, split_idx, num_splits);
+    const int origin = origin_of<Traits::kBlockK>(range, first_query);
     for (int warp = 0; warp < block.num_warps_q * block.num_warps_k; ++warp) {
         const int first_row = first_query + warp % block.num_warps_q * rows_per_warp;
         const int warp_k = warp / block.num_warps_q;
@@ -280,7 +311,8 @@ void visit_tile(Visits& visits, const Range& range, const Block& block, int firs
         const Interval all = range.all_of(first_row, first_row + rows_per_warp - 1);
         for (int tile = tiles.begin; tile < tiles.end; ++tile) {
             for (int chunk = 0; chunk < keys_per_warp; chunk += block.chunk) {
-                const int first_key = tile * Traits::kBlockK + warp_k * keys_per_warp + chunk;
+                const int first_key =
+                    tile * Traits::kBlockK + origin + warp_k * keys_per_warp + chunk;
                 if (first_row >= range.num_queries || first_key >= any.end ||
                     first_key + block.chunk <= any.begin)
                     continue;
@@ -299,7 +331,7 @@ void visit_tile(Visits& visits, const Range& range, const Block& block, int firs
 
 template <class Traits, class Range>
 int visit_queries(const Range& range, const Block& block, int num_splits, int* counts) {
-    Visits visits{range, counts};
+    Visits visits{range.num_queries, range.num_keys, counts};
     for (int first_query = 0; first_query < range.num_queries; first_query += Traits::kBlockQ) {
         int expected_begin = -1;
         for (int split_idx = 0; split_idx < num_splits; ++split_idx) {
@@ -359,7 +391,8 @@ int visit_keys(const BackwardParams& params, const Range& range, int num_batches
             if (tile.first_query % 16 != 0) ++num_wrong;
             const int64 head =
                 static_cast<int64>(walk.batch_idx) * params.num_heads + tile.head_idx;
-            Visits visits{range, counts + head * range.num_queries * range.num_keys};
+            Visits visits{range.num_queries, range.num_keys,
+                          counts + head * range.num_queries * range.num_keys};
             visit_keys_of_tile<kBlockRows, kBlockQ>(visits, range, walk.first_key, tile.first_query,
                                                     rows_per_warp, chunk_q);
             num_wrong += visits.num_wrong;
@@ -389,12 +422,13 @@ int visit_keys_staggered(const BackwardParams& params, const Range& range, int n
             for (int i = 0; i < (end_of_run - head_idx) * walk.num_tiles; ++i) {
                 const int head = head_idx + i / walk.num_tiles;
                 if (head / other_group != head_idx / other_group ||
-                    head / group != walk.key_head_idx || first_query % kBlockQ != 0 ||
+                    head / group != walk.key_head_idx || first_query % 16 != 0 ||
                     (i % walk.num_tiles == 0 && first_query != walk.start_query))
                     ++num_wrong;
                 const int64 head_of_batch =
                     static_cast<int64>(walk.batch_idx) * params.num_heads + head;
-                Visits visits{range, counts + head_of_batch * range.num_queries * range.num_keys};
+                Visits visits{range.num_queries, range.num_keys,
+                              counts + head_of_batch * range.num_queries * range.num_keys};
                 visit_keys_of_tile<kBlockRows, kBlockQ>(visits, range, walk.first_key, first_query,
                                                         64, kBlockQ);
                 num_wrong += visits.num_wrong;
@@ -409,7 +443,7 @@ int visit_keys_staggered(const BackwardParams& params, const Range& range, int n
 template <int kSide>
 int visit_keys_in_runs(const BackwardParams& params, int num_blocks, int* counts) {
     constexpr int kBlockK = 64;
-    const auto& range = range_of<KeyRange<false>>(params.range);
+    const auto& range = range_of<KeyRange<kPlain>>(params.range);
     const int group = kSide == 1 ? params.group1 : params.group2;
     const RowsOfKey rows(range, group);
     int num_wrong = 0, next_tile = 0;
@@ -448,11 +482,11 @@ int visit_keys_in_runs(const BackwardParams& params, int num_blocks, int* counts
 // Counts how often each pair of a query and a key meets; counts [queries][keys] start at zero.
 // Returns how often a query met a key that does not exist, or splits did not follow on each other;
 // -1 if there is no such tile.
-extern "C" int count_forward(const KeyBounds* bounds, int is_window, int block_q, int block_k,
+extern "C" int count_forward(const KeyBounds* bounds, int mask, int block_q, int block_k,
                              int row_tiles, int num_warps_k, int chunk, int num_splits,
                              int* counts) {
     const Block block{row_tiles, block_q / (16 * row_tiles), num_warps_k, chunk};
-    return with_range(*bounds, is_window, [&](const auto& range) {
+    return with_range(*bounds, mask, [&](const auto& range) {
         using Range = std::decay_t<decltype(range)>;
         const auto visit = block_q == 16 && block_k == 32    ? visit_queries<Tiles<16, 32>, Range>
                            : block_q == 16 && block_k == 128 ? visit_queries<Tiles<16, 128>, Range>
@@ -505,7 +539,7 @@ extern "C" int count_rows(int num_batches, int num_heads, int num_queries, int h
 
 // The same for the key-stationary kernels; counts [batches][heads][queries][keys]. Also counts
 // query heads that met the keys of a head that is not theirs.
-extern "C" int count_backward(const KeyBounds* bounds, int is_window, int side, int num_batches,
+extern "C" int count_backward(const KeyBounds* bounds, int mask, int side, int num_batches,
                               int num_heads, int group1, int group2, int block_rows, int block_q,
                               int rows_per_warp, int chunk_q, int* counts) {
     BackwardParams params{};
@@ -513,7 +547,7 @@ extern "C" int count_backward(const KeyBounds* bounds, int is_window, int side, 
     params.group1 = group1;
     params.group2 = group2;
     params.num_blocks = ceil_div(bounds->num_keys, block_rows);
-    return with_range(*bounds, is_window, [&](const auto& range) {
+    return with_range(*bounds, mask, [&](const auto& range) {
         using Range = std::decay_t<decltype(range)>;
         const auto visit =
             side == 1 && block_rows == 32 && block_q == 16    ? visit_keys<1, 32, 16, Range>
@@ -529,7 +563,7 @@ extern "C" int count_backward(const KeyBounds* bounds, int is_window, int side, 
 }
 
 // The same for backward_fused_sm90; also counts tiles out of place.
-extern "C" int count_backward_staggered(const KeyBounds* bounds, int is_window, int side,
+extern "C" int count_backward_staggered(const KeyBounds* bounds, int mask, int side,
                                         int num_batches, int num_heads, int group1, int group2,
                                         int* counts) {
     BackwardParams params{};
@@ -537,7 +571,7 @@ extern "C" int count_backward_staggered(const KeyBounds* bounds, int is_window, 
     params.group1 = group1;
     params.group2 = group2;
     params.num_blocks = ceil_div(bounds->num_keys, 128);
-    return with_range(*bounds, is_window, [&](const auto& range) {
+    return with_range(*bounds, mask, [&](const auto& range) {
         return side == 1 ? visit_keys_staggered<1>(params, range, num_batches, counts)
                          : visit_keys_staggered<2>(params, range, num_batches, counts);
     });

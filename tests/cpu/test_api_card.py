@@ -184,6 +184,8 @@ class Card:
             for side, strides in enumerate(given, 1)
             if strides is not None
         }
+        if problem.mask == "packed":
+            outside = {name: x[0] for name, x in outside.items()}
         assert tuple(outside) == chosen.given
         inputs = self.inputs(problem, pointers)
         state: Any = reference.attention_kl(**inputs, **outside, return_state=True)
@@ -194,9 +196,9 @@ class Card:
             state = reference.attention_kl(**inputs, return_entropy=True)
         for name, values in state._asdict().items():
             if name != "given":
-                self.write_rows(problem, pointers[name], values)
+                self.write_rows(problem, pointers[name], values.reshape(sizes[:3]))
         for name in ("lse1_low", "lse2_low"):
-            self.write_rows(problem, pointers[name], np.full_like(state.kl, 0.25))
+            self.write_rows(problem, pointers[name], np.full(sizes[:3], 0.25))
 
     def launch_backward(
         self,
@@ -226,6 +228,8 @@ class Card:
                 low = read(pointers[f"{name}_low"], (*sizes, 1), problem.row, np.float32)[..., 0]
                 assert (low == 0.25).all()
         upstream = read(pointers["dkl"], (*sizes, 1), dkl, np.float32)[..., 0]
+        if problem.mask == "packed":
+            upstream, state = upstream[0], reference.ReferenceState(*(x[0] for x in state))
         gradients = reference.attention_kl_backward(
             upstream,
             **self.inputs(problem, pointers),
@@ -233,6 +237,8 @@ class Card:
             wrt=INPUTS,
         )
         for name, values in zip(INPUTS, gradients, strict=True):
+            if problem.mask == "packed":
+                values = values.swapaxes(0, 1)[None]
             if pointers[f"d{name}"]:
                 dtype = interop.numpy_dtype(problem.dtype)
                 view = read(
@@ -253,6 +259,14 @@ class Card:
             arrays[name] = read(pointers[name], shape, getattr(problem, name), dtype)
         names = ("causal", "window", "q_offset", "scale1", "scale2", "softcap1", "softcap2")
         options = {name: getattr(problem, name) for name in names}
+        if problem.ragged is not None:
+            is_packed = problem.ragged.is_packed
+            count = problem.ragged.num_sequences + 1 if is_packed else problem.batch
+            for name in problem.ragged.names:
+                memory = (ctypes.c_int32 * count).from_address(pointers[name])
+                options[name] = np.frombuffer(memory, np.int32)
+            if is_packed:
+                arrays = {name: x[0].swapaxes(0, 1) for name, x in arrays.items()}
         return arrays | options
 
     def write_rows(self, problem: Problem, address: int, values: np.ndarray) -> None:
@@ -374,6 +388,65 @@ def test_views_reach_the_launch_as_they_are(card: Card, rng: np.random.Generator
     assert problem.aligned
 
 
+LENGTHS: dict[str, dict[str, tuple[int, ...]]] = {
+    "right": {"kv_lens": (4, 0)},
+    "all": {"kv_starts": (0, 3), "kv_lens": (7, 2), "q_lens": (5, 2)},
+    "packed": {"cu_seqlens_q": (0, 2, 2, 4), "cu_seqlens_k": (1, 4, 6, 7)},
+}
+
+
+@pytest.mark.parametrize("given", [(), ("lse1",)], ids=str)
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_ragged_batches(
+    card: Card, name: str, layout: str, given: tuple[str, ...], rng: np.random.Generator
+) -> None:
+    inputs = random_inputs(rng, layout=layout)
+    options: dict[str, Any] = {"causal": True, "layout": layout}
+    if name == "packed":
+        inputs = {n: np.ascontiguousarray(x[0]) for n, x in inputs.items()}
+        if layout == "bhnd":
+            inputs = {n: np.ascontiguousarray(x.swapaxes(0, 1)) for n, x in inputs.items()}
+    lengths = {n: np.array(values, np.int32) for n, values in LENGTHS[name].items()}
+    rows = inputs["q1"].shape[:-1]
+    rows = rows[::-1] if name == "packed" else rows
+    outside = {n: rng.standard_normal(rows, np.float32) for n in given}
+    arrays = on_card(inputs) | on_card(lengths)
+    state = skl.attention_kl(**arrays, **options, **on_card(outside), return_state=True)
+    (chosen, problem, _, _), *_ = card.launched
+    assert problem.ragged is not None
+    assert problem.ragged.names == tuple(lengths)
+    assert chosen.name.endswith("_packed" if name == "packed" else "_padded") or given
+    exact = reference.attention_kl(**inputs, **options, **lengths, **outside, return_state=True)
+    assert state.kl.host.shape == rows
+    np.testing.assert_array_equal(state.kl.host, exact.kl.astype(np.float32))
+    if given:
+        return
+    dkl = rng.standard_normal(rows, np.float32)
+    (dk2,) = skl.attention_kl_backward(
+        CardArray(dkl), **arrays, state=state, wrt=("k2",), **options
+    )
+    low = reference.ReferenceState(*(x.astype(np.float32) for x in exact))
+    (expected,) = reference.attention_kl_backward(
+        dkl, **inputs, state=low, wrt=("k2",), **options, **lengths
+    )
+    np.testing.assert_array_equal(dk2.host, expected.astype(ml_dtypes.bfloat16))
+
+
+def test_the_longest_sequence_is_part_of_the_plan(card: Card, rng: np.random.Generator) -> None:
+    inputs = {n: np.ascontiguousarray(x[0]) for n, x in random_inputs(rng, layout="bnhd").items()}
+    lengths = {n: np.array(x, np.int32) for n, x in LENGTHS["packed"].items()}
+    arrays = on_card(inputs) | on_card(lengths)
+    skl.attention_kl(**arrays)
+    skl.attention_kl(**arrays, max_seqlen_q=3, max_seqlen_k=4)
+    whole, known = (problem.ragged for _, problem, _, _ in card.launched)
+    assert whole is not None
+    assert known is not None
+    num_queries, num_keys = len(inputs["q1"]), len(inputs["k1"])
+    assert (whole.num_sequences, whole.max_queries, whole.max_keys) == (3, num_queries, num_keys)
+    assert (known.num_sequences, known.max_queries, known.max_keys) == (3, 3, 4)
+
+
 def test_unaligned_views_take_another_plan(card: Card, rng: np.random.Generator) -> None:
     inputs = random_inputs(rng)
     wide = rng.standard_normal((2, 4, 5, 9)).astype(ml_dtypes.bfloat16)
@@ -461,7 +534,8 @@ def test_entropies(
         exact = getattr(expected, name).astype(np.float32)
         np.testing.assert_array_equal(getattr(state, name).host, exact)
     chosen = card.launched[-1][0]
-    assert all(dict(k.template).get("kIsWindow", bool(mask)) == bool(mask) for k in chosen.kernels)
+    of_mask = "kWindow" if mask else "kPlain"
+    assert all(dict(k.template).get("kMask", of_mask) == of_mask for k in chosen.kernels)
     assert (chosen.num_splits > 1) == (lengths[1] == 4000)
     if chosen.num_splits > 1:
         assert chosen.workspace_bytes == 24 * chosen.num_splits * 2 * 4 * 2
@@ -794,16 +868,19 @@ class TestWarmup:
             softcap2=softcap,
         )
 
-    def test_windows_have_kernels_of_their_own(self) -> None:
+    @pytest.mark.parametrize(("option", "mask"), [("windowed", "kWindow"), ("ragged", "kRagged")])
+    def test_masks_have_kernels_of_their_own(self, option: str, mask: str) -> None:
         skl.warmup(64, 64, arch="sm_80")
         plain = {(kernel, template) for kernel, template, _ in self.built}
-        assert all(("kIsWindow", True) not in template for _, template in plain)
-        skl.warmup(64, 64, windowed=True, arch="sm_80")
+        assert all(("kMask", mask) not in template for _, template in plain)
+        skl.warmup(64, 64, arch="sm_80", **{option: True})
         both = {(kernel, template) for kernel, template, _ in self.built}
-        begun = {one for one in both - plain if ("kIsWindow", True) in one[1]}
+        begun = {one for one in both - plain if ("kMask", mask) in one[1]}
         assert {kernel for kernel, _ in begun} == {
-            kernel for kernel, template in plain if ("kIsWindow", False) in template
+            kernel for kernel, template in plain if ("kMask", "kPlain") in template
         }
+        has_table = "key_table" in {kernel for kernel, _ in both}
+        assert has_table == (option == "ragged")
 
     def test_softcaps_have_kernels_of_their_own(self) -> None:
         skl.warmup(64, 64, arch="sm_90a")
@@ -821,7 +898,7 @@ class TestWarmup:
         names = skl.warmup(64, 64, backward=False, windowed=True, entropy=True, arch="sm_80")
         assert any(name.endswith("_window_entropy") for name in names)
         of_both = {
-            k for k, t, _ in self.built if {("kIsWindow", True), ("kHasEntropy", True)} <= {*t}
+            k for k, t, _ in self.built if {("kMask", "kWindow"), ("kHasEntropy", True)} <= {*t}
         }
         assert of_both == {"forward_sm80"}
 

@@ -42,6 +42,10 @@ def test_a_window_counts_the_pairs_of_its_mask():
     workload = Workload(3, 50, 50, 8, 8, causal=True, window=7)
     assert workload.pairs == 3 * sum(min(i + 1, 8) for i in range(50))
     assert replace(workload, window=60).pairs == 3 * 50 * 51 / 2
+    packed = Workload(3, 50, 50, 8, 8, causal=True, lengths=(30, 20))
+    assert packed.pairs == 3 * (30 * 30 + 20 * 20) / 2
+    with pytest.raises(ValueError, match="lengths: expected a causal square"):
+        replace(packed, lengths=(30, 21))
     with pytest.raises(ValueError, match="window: expected a causal square"):
         replace(workload, num_keys=60)
 
@@ -373,11 +377,14 @@ def test_the_bars_of_the_forward():
     assert list(shares("forward", "Triton").values()) == [[1.45]] * 4 + [[1.3], [1.0], [1.0]]
     longest = COMMANDS["forward"][-1].workload
     assert longest.name == "bh8_q524288_k524288_d128x128_bf16_causal"
-    *unequal, window = [spec for spec in COMMANDS["forward"] if spec.interpolated is not None]
+    found = [spec for spec in COMMANDS["forward"] if spec.interpolated is not None]
+    *unequal, window, packed = found
     assert [spec.workload.forward_dim for spec in unequal] == [128, 80]
     assert {spec.interpolated for spec in unequal} == {0.9}
     assert window.workload.name == "bh32_q65536_k65536_d128x128_bf16_causal_window4095"
     assert window.interpolated == 0.87
+    assert packed.workload.name == "bh32_q65536_k65536_d128x128_bf16_causal_packed6"
+    assert packed.interpolated == 0.9
 
 
 def test_the_bars_of_the_backward():
@@ -392,9 +399,11 @@ def test_the_bars_of_the_backward():
     assert list(shares("backward", "Triton").values()) == [[1.65], [1.65]]
     assert list(shares("backward", "torch.compile").values()) == [[1.0]] * 3
     assert list(shares("backward", "copy").values()) == [[0.65]] * 2
-    *unequal, window = [spec for spec in COMMANDS["backward"] if spec.interpolated is not None]
+    found = [spec for spec in COMMANDS["backward"] if spec.interpolated is not None]
+    *unequal, window, packed = found
     assert [spec.workload.backward_dim for spec in unequal] == [96, 56]
     assert (window.workload.window, window.interpolated) == (4095, 0.87)
+    assert (sum(packed.workload.lengths), packed.interpolated) == (65536, 0.9)
 
 
 def test_the_bars_of_few_queries():
@@ -655,6 +664,7 @@ CASES = {
     "causal": Workload(2, 24, 24, 16, 16, causal=True),
     "window": Workload(2, 24, 24, 16, 16, causal=True, window=5),
     "softcap": Workload(2, 24, 20, 16, 16, causal=True, softcap=0.7),
+    "packed": Workload(4, 24, 24, 16, 16, causal=True, group=2, lengths=(11, 1, 12)),
     "two head dims": Workload(1, 10, 33, 8, 24),
     "causal, rows without keys": Workload(2, 40, 17, 16, 8, causal=True),
     "setting 2": Workload(2, 20, 30, 16, 16, setting=2, causal=True),
@@ -670,7 +680,8 @@ def test_the_reference_of_the_bench_is_that_of_the_package(torch, workload):
 
     case = Case(workload, "cpu")
     arrays = [x.double().numpy() for x in case.inputs]
-    options = {**workload.mask, **workload.softcaps}
+    mask = {n: x.numpy() if hasattr(x, "numpy") else x for n, x in case.mask.items()}
+    options = {n: x for n, x in mask.items() if not n.startswith("max_")} | workload.softcaps
     state = reference.attention_kl(*arrays, **options, return_state=True)
     outputs = tuple(torch.from_numpy(x) for x in (state.kl, state.lse1, state.lse2))
     errors = case.check_forward(outputs)
@@ -912,7 +923,7 @@ def _chosen(*words):
 def test_options_choose_among_the_cases(torch):
     assert _chosen("forward") == cases.forward()
     causal = _chosen("forward", "--causal", "causal")
-    assert len(causal) == 5
+    assert len(causal) == 6
     assert all(spec.workload.causal for spec in causal)
     assert _chosen("forward", "--quick") == cases.quick(cases.forward())
     (spec,) = _chosen("forward", "--d", "96", "--causal", "full")
@@ -943,6 +954,7 @@ def test_problems_with_two_head_dims_are_held_against_square_ones(torch):
     rates = {"d = 128, N = 16K, full": 600.0, "d = 64, N = 16K, full": 400.0}
     rates |= {"d1 = 192, d2 = 64": 540.0, "d1 = 128, d2 = 32": 404.0}
     rates |= {"d = 128, N = 64K, causal": 580.0, "d = 128, N = 64K, window of 4K": 551.0}
+    rates |= {"d = 128, 6 packed sequences of 2K to 24K, causal": 493.0}
     # Other lengths and masks do not count.
     rates |= dict.fromkeys(("d = 128, N = 64K, full", "d = 256, N = 16K, causal"), 1e6)
     specs = cases.forward()
@@ -953,6 +965,7 @@ def test_problems_with_two_head_dims_are_held_against_square_ones(torch):
         "d1 = 192, d2 = 64": (pytest.approx(0.9), True),
         "d1 = 128, d2 = 32": (pytest.approx(404 / 450), False),
         "d = 128, N = 64K, window of 4K": (pytest.approx(0.95), True),
+        "d = 128, 6 packed sequences of 2K to 24K, causal": (pytest.approx(0.85), False),
     }
 
 

@@ -262,13 +262,13 @@ class TestWarmup:
         ]
         assert all(call["wrt"] == ["q1", "k2"] for call in calls)
         assert all(call["arch"] == "sm_90a" for call in calls)
-        added = ("unaligned", "windowed", "entropy", "softcap")
+        added = ("unaligned", "windowed", "ragged", "entropy", "softcap")
         assert all(call["backward"] and not any(call[n] for n in added) for call in calls)
         assert "forward_sm80_d192x128" in text
         assert "1/1" in text, "the progress bar has ended"
 
     def test_json(self, run_json: Any, calls: list[dict[str, Any]]) -> None:
-        words = "--arch sm_80 --forward-only --unaligned --windowed --entropy --softcap"
+        words = "--arch sm_80 --forward-only --unaligned --windowed --ragged --entropy --softcap"
         payload = run_json("warmup", *words.split())
         assert payload["warmed"] == [
             {
@@ -281,6 +281,7 @@ class TestWarmup:
         assert not calls[0]["backward"]
         assert calls[0]["unaligned"]
         assert calls[0]["windowed"]
+        assert calls[0]["ragged"]
         assert calls[0]["entropy"]
         assert calls[0]["softcap"]
 

@@ -10,7 +10,7 @@ import ctypes
 import itertools
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from streamkl_cupy import launch, reference
+from streamkl_cupy.chain import Address
 from streamkl_cupy.plan import BUCKETS
-from streamkl_cupy.problem import MAX_LENGTH, NO_WINDOW, Problem, Strides, Window
+from streamkl_cupy.problem import MAX_LENGTH, NO_WINDOW, PADDING, Problem, Ragged, Strides, Window
 from tests import compare, host_compiler
 
 MISSING = host_compiler.missing_compiler()
@@ -892,7 +893,7 @@ class Mask:
     def bounds(self, num_queries: int, num_keys: int) -> tuple[Any, int]:
         """The arguments of a C function that takes a key range."""
         problem = make_problem(num_queries, num_keys, self)
-        is_window = problem.is_window or self.takes_window
+        is_window = problem.kernel_mask == "kWindow" or self.takes_window
         return pointer(np.array(launch._key_bounds(problem), np.int32)), int(is_window)
 
     def allowed(self, num_queries: int, num_keys: int) -> np.ndarray:
@@ -1263,3 +1264,129 @@ def test_lane_addresses_are_the_layout(library: ctypes.CDLL, head_dim: int) -> N
         assert library.lane_addresses(head_dim, tile, lane_row, lane_chunk, 48, pointer(addresses))
         expected = tile + offsets[lane_row : lane_row + 48 : 8, lane_chunk::2]
         np.testing.assert_array_equal(addresses, expected)
+
+
+# ------------------------------------------------------------------------------------- entries.cuh
+
+NUM_QUERIES_OF_RAGGED, NUM_KEYS_OF_RAGGED = 150, 170
+CUTS = st.lists(st.integers(-3, 180), min_size=1, max_size=6).map(sorted)
+
+
+def make_table(
+    library: ctypes.CDLL, mask: Mask, lengths: dict[str, list[int]], sizes: tuple[int, int]
+) -> tuple[tuple[Any, int], np.ndarray, np.ndarray, np.ndarray]:
+    """Make a table; return the arguments of a range, what sees what, and both columns."""
+    num_queries, num_keys = sizes
+    names = tuple(lengths)
+    packed = "cu_seqlens_q" in lengths
+    ragged = Ragged(names, len(lengths["cu_seqlens_q"]) - 1 if packed else 0)
+    problem = replace(make_problem(num_queries, num_keys, mask), ragged=ragged)
+    arrays = {name: np.array(values, np.int32) for name, values in lengths.items()}
+    fields = [
+        (arrays[x.name].ctypes.data if x.name in arrays else 0) if isinstance(x, Address) else x
+        for x in launch._table_params(problem, 0, has_keys=True).values
+    ]
+    params = np.frombuffer(launch.TABLE_PARAMS.pack(*fields), np.uint8)
+    of_queries, of_keys = (np.empty((size, 2), np.int32) for size in sizes)
+    library.make_table(pointer(params), pointer(of_queries), pointer(of_keys))
+    seen = np.zeros(sizes, bool)
+    if packed:
+        ends = [
+            np.clip(arrays[name], 0, size)
+            for name, size in zip(("cu_seqlens_q", "cu_seqlens_k"), sizes, strict=True)
+        ]
+        parts = zip(ends[0], ends[0][1:], ends[1], ends[1][1:], strict=False)
+    else:
+        first = int(np.clip(arrays.get("kv_starts", [0])[0], 0, num_keys))
+        most = int(np.clip(arrays.get("kv_lens", [num_keys])[0], 0, num_keys - first))
+        rows = int(np.clip(arrays.get("q_lens", [num_queries])[0], 0, num_queries))
+        parts = iter([(0, rows, first, first + most)])
+    for q, q_end, k, k_end in parts:
+        seen[q:q_end, k:k_end] = mask.allowed(q_end - q, k_end - k)
+    bounds = pointer(np.array(launch._key_bounds(problem), np.int32)), 2
+    return bounds, seen, of_queries, of_keys
+
+
+@st.composite
+def ragged_lengths(draw: Any) -> dict[str, list[int]]:
+    if draw(st.booleans()):
+        names = draw(st.sets(st.sampled_from(PADDING), min_size=1))
+        return {name: [draw(st.integers(-3, 200))] for name in PADDING if name in names}
+    queries, keys = draw(CUTS), draw(CUTS)
+    count = min(len(queries), len(keys))
+    return {"cu_seqlens_q": queries[:count], "cu_seqlens_k": keys[:count]}
+
+
+@many(max_examples=200)
+@given(lengths=ragged_lengths(), mask=MASKS)
+@example(lengths={"cu_seqlens_q": [0, 5, 5, 150], "cu_seqlens_k": [0, 0, 170, 170]}, mask=FULL)
+@example(lengths={"cu_seqlens_q": [7], "cu_seqlens_k": [9]}, mask=CAUSAL)
+@example(lengths={"kv_lens": [0]}, mask=CAUSAL)
+def test_tables_are_brute_force(
+    library: ctypes.CDLL, lengths: dict[str, list[int]], mask: Mask
+) -> None:
+    sizes = NUM_QUERIES_OF_RAGGED, NUM_KEYS_OF_RAGGED
+    bounds, seen, of_queries, of_keys = make_table(library, mask, lengths, sizes)
+    for intervals_of, matrix in ((of_queries, seen), (of_keys, seen.T)):
+        assert (np.diff(intervals_of, axis=0) >= 0).all()
+        places = np.arange(matrix.shape[1])
+        inside = (intervals_of[:, :1] <= places) & (places < intervals_of[:, 1:])
+        np.testing.assert_array_equal(inside, matrix)
+    # Tiles ask about queries beyond the last one, too, which are as the last one is.
+    first = np.arange(0, sizes[0], 16)
+    found = intervals(library.keys_of_queries, bounds, first, first + 63, out=3)
+    for a, some, every, empty in zip(first, *found, strict=True):
+        rows, keys = seen[a : a + 64], np.arange(sizes[1])
+        assert (some[0] <= keys[rows.any(axis=0)]).all()
+        assert (some[1] > keys[rows.any(axis=0)]).all()
+        np.testing.assert_array_equal((every[0] <= keys) & (keys < every[1]), rows.all(axis=0))
+        assert empty[0] == (not rows.any(axis=1).all())
+
+
+@many(max_examples=100)
+@given(
+    lengths=ragged_lengths(),
+    mask=MASKS,
+    num_splits=st.integers(1, 6),
+    tile=st.sampled_from(FORWARD_TILES),
+)
+def test_query_stationary_blocks_of_ragged_batches(
+    library: ctypes.CDLL,
+    lengths: dict[str, list[int]],
+    mask: Mask,
+    num_splits: int,
+    tile: tuple[int, ...],
+) -> None:
+    sizes = NUM_QUERIES_OF_RAGGED, NUM_KEYS_OF_RAGGED
+    bounds, seen, _, _ = make_table(library, mask, lengths, sizes)
+    counts = np.zeros(sizes, np.int32)
+    assert library.count_forward(*bounds, *tile, num_splits, pointer(counts)) == 0
+    np.testing.assert_array_equal(counts, seen)
+
+
+@many(max_examples=60)
+@given(
+    lengths=ragged_lengths(),
+    mask=MASKS,
+    side=st.sampled_from((1, 2)),
+    groups=st.sampled_from(((1, 1, 1), (6, 3, 2), (4, 4, 1))),
+    tile=st.sampled_from((*BACKWARD_TILES, None)),
+)
+def test_key_stationary_blocks_of_ragged_batches(
+    library: ctypes.CDLL,
+    lengths: dict[str, list[int]],
+    mask: Mask,
+    side: int,
+    groups: tuple[int, int, int],
+    tile: tuple[int, ...] | None,
+) -> None:
+    sizes = NUM_QUERIES_OF_RAGGED, NUM_KEYS_OF_RAGGED
+    bounds, seen, _, _ = make_table(library, mask, lengths, sizes)
+    counts = np.zeros((1, groups[0], *sizes), np.int32)
+    arguments = (*bounds, side, 1, *groups)
+    if tile is None:
+        num_wrong = library.count_backward_staggered(*arguments, pointer(counts))
+    else:
+        num_wrong = library.count_backward(*arguments, *tile, pointer(counts))
+    assert num_wrong == 0
+    np.testing.assert_array_equal(counts, np.broadcast_to(seen, counts.shape))

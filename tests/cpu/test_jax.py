@@ -304,7 +304,7 @@ def test_given_ones_that_do_not_fit(rng: np.random.Generator) -> None:
     rows = inputs[0].shape[:-1]
     for lse, error, text in (
         (1.0, TypeError, r"^lse2: expected an array of JAX or NumPy, got builtins.float"),
-        (jnp.zeros(rows[:-1]), ValueError, r"^lse2: expected the shape of q1 without its last"),
+        (jnp.zeros(rows[:-1]), ValueError, r"^lse2: expected the shape of kl"),
         (jnp.zeros(rows, "int32"), TypeError, r"^lse2: expected bfloat16, float16, float32"),
     ):
         with pytest.raises(error, match=text):
@@ -458,6 +458,144 @@ def test_weights_of_bools_and_of_nothing(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(got, expected, rtol=1e-5)
     nothing = np.zeros((), np.float32)
     assert attention_kl(*inputs, reduction="mean", row_weights=nothing) == 0
+
+
+# -------------------------------------------------------------------------------------------------
+# Ragged batches
+
+LENGTHS_OF: dict[str, dict[str, list[int]]] = {
+    "right": {"kv_lens": [7, 3], "q_lens": [5, 0]},
+    "left": {"kv_starts": [2, 7]},
+    "packed": {"cu_seqlens_q": [0, 2, 2, 4], "cu_seqlens_k": [1, 4, 6, 7]},
+}
+
+
+def ragged(
+    name: str, rng: np.random.Generator, dtype: Any = "float32"
+) -> tuple[list[Any], dict[str, Any]]:
+    inputs = problem_in(rng, dtype, batch=2, heads=4, key_heads1=2)
+    if name == "packed":
+        inputs = [x[0].swapaxes(0, 1) for x in inputs]
+    return inputs, {n: jnp.asarray(x, jnp.int32) for n, x in LENGTHS_OF[name].items()}
+
+
+@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window": (1, 1), "q_offset": 1}], ids=str)
+@pytest.mark.parametrize("name", LENGTHS_OF)
+def test_ragged_values_and_gradients(
+    name: str, mask: dict[str, Any], rng: np.random.Generator, x64: None
+) -> None:
+    inputs, lengths = ragged(name, rng, "float64")
+    kl, lse1, _, entropy, cross_entropy = attention_kl(
+        *inputs, **mask, **lengths, return_lse=True, return_entropy=True
+    )
+    exact = reference.attention_kl(*inputs, **mask, **lengths, return_entropy=True)
+    for ours, expected in (
+        (kl, exact.kl),
+        (lse1, exact.lse1),
+        (entropy, exact.entropy),
+        (cross_entropy, exact.cross_entropy),
+    ):
+        np.testing.assert_allclose(ours, expected, rtol=1e-12)
+    dkl = jnp.asarray(rng.standard_normal(kl.shape))
+    gradients = jax.grad(lambda *x: (attention_kl(*x, **mask, **lengths) * dkl).sum(), range(4))(
+        *inputs
+    )
+    exact_gradients = reference.attention_kl_backward(
+        dkl, *inputs, exact, wrt=INPUTS, **mask, **lengths
+    )
+    for ours, expected in zip(gradients, exact_gradients, strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=1e-10, atol=1e-12)
+    lse = jnp.asarray(rng.standard_normal(kl.shape))
+    own = attention_kl(*inputs, lse1=lse, **mask, **lengths)
+    given = reference.attention_kl(*inputs, lse1=lse, **mask, **lengths)
+    np.testing.assert_allclose(own, given, rtol=1e-10)
+    of_lse = jax.grad(lambda lse: attention_kl(*inputs, lse1=lse, **mask, **lengths).sum())(lse)
+    step = 1e-6
+    rows = [
+        reference.attention_kl(*inputs, lse1=lse + sign * step, **mask, **lengths)
+        for sign in (1, -1)
+    ]
+    np.testing.assert_allclose(of_lse, (rows[0] - rows[1]) / (2 * step), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("name", LENGTHS_OF)
+def test_ragged_reductions(name: str, weighted: bool, rng: np.random.Generator) -> None:
+    inputs, lengths = ragged(name, rng)
+    kl, lse1, _ = attention_kl(*inputs, **lengths, return_lse=True)
+    weights = jnp.asarray(rng.random(kl.shape), kl.dtype) if weighted else None
+    of_rows = jnp.ones_like(kl) if weights is None else weights
+    seen = jnp.isfinite(lse1)
+    assert 0 < seen.sum() < seen.size
+    total = (kl * of_rows).sum()
+    expected = {
+        "sum": total,
+        "mean": total / (of_rows * seen).sum(),
+        "batchmean": total / (3 if name == "packed" else 2),
+    }
+    for reduction, value in expected.items():
+        ours = attention_kl(*inputs, **lengths, reduction=reduction, row_weights=weights)
+        np.testing.assert_allclose(ours, value, rtol=1e-5)
+    if name == "right":
+        nothing = jnp.zeros(2, jnp.int32)
+        assert attention_kl(*inputs, kv_lens=nothing, reduction="mean") == 0
+
+
+def test_ragged_under_vmap(rng: np.random.Generator) -> None:
+    inputs, lengths = ragged("right", rng)
+    several = [jnp.stack([x, 2 * x]) for x in inputs]
+    lens = jnp.stack([lengths["kv_lens"], jnp.asarray([1, 7], jnp.int32)])
+
+    def loss(q1: Any, k1: Any, q2: Any, k2: Any, lens: Any) -> Any:
+        return attention_kl(q1, k1, q2, k2, kv_lens=lens, reduction="mean")
+
+    mapped = jax.vmap(jax.grad(loss, (0, 3)))(*several, lens)
+    for idx in range(2):
+        alone = jax.grad(loss, (0, 3))(*(x[idx] for x in several), lens[idx])
+        for ours, exact in zip(mapped, alone, strict=True):
+            np.testing.assert_allclose(ours[idx], exact, rtol=1e-5, atol=1e-6)
+    packed, ends = ragged("packed", rng)
+    with pytest.raises(NotImplementedError, match="got packed sequences; call it once for each"):
+        jax.vmap(lambda x: attention_kl(x, *packed[1:], **ends))(jnp.stack([packed[0]] * 2))
+
+
+def test_lengths_that_do_not_fit(rng: np.random.Generator) -> None:
+    inputs, lengths = ragged("right", rng)
+    with pytest.raises(TypeError, match=r"^kv_lens: expected an array of JAX or NumPy"):
+        attention_kl(*inputs, kv_lens=[7, 3])
+    with pytest.raises(TypeError, match=r"^kv_lens: expected int32, got float32"):
+        attention_kl(*inputs, kv_lens=lengths["kv_lens"].astype("float32"))
+    with pytest.raises(ValueError, match=r"^q_lens: expected one length a batch entry"):
+        attention_kl(*inputs, q_lens=jnp.zeros(3, jnp.int32))
+    with pytest.raises(ValueError, match=r"^cu_seqlens_k: expected an array together with"):
+        attention_kl(*inputs, cu_seqlens_q=lengths["kv_lens"])
+    with pytest.raises(TypeError, match="max_seqlen_q: expected a value that is known when traced"):
+        jax.jit(lambda n: attention_kl(*inputs, max_seqlen_q=n))(3)
+
+
+@pytest.mark.parametrize("name", LENGTHS_OF)
+def test_ragged_on_a_card(name: str, card: Card, rng: np.random.Generator) -> None:
+    inputs, lengths = ragged(name, rng, "bfloat16")
+    arrays = [np.asarray(x) for x in inputs]
+    on_host = {n: np.asarray(x) for n, x in lengths.items()}
+    state = reference.attention_kl(*arrays, causal=True, **on_host, return_state=True)
+    weights = rng.standard_normal(state.kl.shape).astype(np.float32)
+
+    def weighted(*x: Any) -> Any:
+        kl = attention_kl(*x, causal=True, **lengths)
+        return (kl * weights).sum(), kl
+
+    (_, kl), gradients = jax.value_and_grad(weighted, (0, 1, 2, 3), has_aux=True)(*inputs)
+    np.testing.assert_allclose(kl, state.kl, rtol=1e-6)
+    assert isinstance(state, reference.ReferenceState)
+    expected = reference.attention_kl_backward(
+        weights, *arrays, state, wrt=INPUTS, causal=True, **on_host
+    )
+    for ours, exact in zip(gradients, expected, strict=True):
+        size = np.abs(exact).max()
+        np.testing.assert_allclose(np.asarray(ours, np.float64), exact, atol=size * 2.0**-7)
+    suffix = "_packed" if name == "packed" else "_padded"
+    assert all(chosen.name.endswith(suffix) for chosen in card.launched)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -880,6 +1018,7 @@ class Card:
 
         def launch(pointers: dict[str, int]) -> None:
             outer = {name: self.rows(problem, pointers[f"given{name[3]}"]) for name in names}
+            assert problem.mask != "packed" or not outer
             inputs = self.inputs(problem, pointers)
             wanted = "return_entropy" if has_entropy else "return_state"
             state: Any = reference.attention_kl(**inputs, **outer, **{wanted: True})
@@ -927,8 +1066,13 @@ class Card:
             if given:
                 mass1 = self.rows(problem, pointers["mass1"])
                 state = reference.GivenState(*state, mass1, given)
-            gradients = reference.attention_kl_backward(rows["dkl"], **inputs, state=state, wrt=wrt)
+            upstream = rows["dkl"]
+            if problem.mask == "packed":
+                upstream, state = upstream[0], reference.ReferenceState(*(x[0] for x in state))
+            gradients = reference.attention_kl_backward(upstream, **inputs, state=state, wrt=wrt)
             for name, gradient in zip(wrt, gradients, strict=True):
+                if problem.mask == "packed":
+                    gradient = gradient.swapaxes(0, 1)[None]
                 strides, dtype = gradient_strides(problem, name), inputs[name].dtype
                 self.view(pointers["d" + name], gradient.shape, strides, dtype)[...] = gradient
 
@@ -957,7 +1101,17 @@ class Card:
         for name in INPUTS:
             shape = (problem.batch, heads[name], lengths[name[0]], dims[name[1]])
             arrays[name] = self.view(pointers[name], shape, getattr(problem, name), dtype)
-        return arrays | {n: getattr(problem, n) for n in ("causal", "window", "q_offset")}
+        lengths_on_card = {}
+        if problem.ragged is not None:
+            is_packed = problem.ragged.is_packed
+            count = problem.ragged.num_sequences + 1 if is_packed else problem.batch
+            for name in problem.ragged.names:
+                memory = (ctypes.c_int32 * count).from_address(pointers[name])
+                lengths_on_card[name] = np.frombuffer(memory, np.int32)
+            if is_packed:
+                arrays = {name: x[0].swapaxes(0, 1) for name, x in arrays.items()}
+        options = {n: getattr(problem, n) for n in ("causal", "window", "q_offset")}
+        return arrays | options | lengths_on_card
 
     def rows(self, problem: Problem, pointer: int) -> np.ndarray:
         shape = (problem.batch, problem.num_heads, problem.num_queries, 1)

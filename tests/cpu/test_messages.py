@@ -294,6 +294,56 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "q_offset: expected a whole number, got True (bool); pass the place of the first query "
         "among the keys, or leave it out.",
     ),
+    "lengths of another dtype": (
+        forward(kv_lens=np.zeros(2, np.int64)),
+        TypeError,
+        "kv_lens: expected int32, got int64; cast it to int32.",
+    ),
+    "lengths of another shape": (
+        forward(q_lens=np.zeros(3, np.int32)),
+        ValueError,
+        "q_lens: expected one length a batch entry, shape (2,), got (3,); pass it for the whole "
+        "batch.",
+    ),
+    "packed queries alone": (
+        forward(cu_seqlens_q=np.zeros(3, np.int32)),
+        ValueError,
+        "cu_seqlens_k: expected an array together with cu_seqlens_q, got None; pass both.",
+    ),
+    "packed and padded": (
+        forward(
+            cu_seqlens_q=np.zeros(3, np.int32),
+            cu_seqlens_k=np.zeros(3, np.int32),
+            kv_lens=np.zeros(2, np.int32),
+        ),
+        ValueError,
+        "cu_seqlens_q: expected None together with kv_lens, got an array; leave out kv_lens, or "
+        "cu_seqlens_q and cu_seqlens_k.",
+    ),
+    "packed at rank 4": (
+        forward(cu_seqlens_q=np.zeros(3, np.int32), cu_seqlens_k=np.zeros(3, np.int32)),
+        ValueError,
+        "q1: expected 3 axes with cu_seqlens_q and cu_seqlens_k, got 4 (shape (2, 4, 5, 8)); pass "
+        "(length of all sequences, heads, head_dim), or kv_lens= for a padded batch.",
+    ),
+    "the longest of no sequences": (
+        forward(max_seqlen_q=3),
+        ValueError,
+        "max_seqlen_q: expected None without cu_seqlens_q, got 3; pass cu_seqlens_q and "
+        "cu_seqlens_k as well, or leave it out.",
+    ),
+    "the longest below zero": (
+        forward(max_seqlen_k=-1),
+        ValueError,
+        "max_seqlen_k: expected a whole number from 0 up, got -1; pass the length of the longest "
+        "sequence.",
+    ),
+    "the longest on the device": (
+        forward(max_seqlen_k=np.zeros(1)),
+        TypeError,
+        "max_seqlen_k: expected a whole number from 0 up, got array([0.]) (ndarray); pass the "
+        "length of the longest sequence as an int, or leave it out.",
+    ),
     "return_state": (
         forward(return_state="yes"),
         TypeError,

@@ -15,7 +15,16 @@ import numpy as np
 import pytest
 
 from streamkl_cupy import jit, launch, plan
-from streamkl_cupy.problem import NO_WINDOW, Problem, Strides, gradient_strides
+from streamkl_cupy.problem import (
+    CU_SEQLENS,
+    LENGTHS,
+    NO_WINDOW,
+    PADDING,
+    Problem,
+    Ragged,
+    Strides,
+    gradient_strides,
+)
 from tests import host_compiler
 from tests.pretended_driver import Cleared, Driver
 
@@ -50,6 +59,7 @@ PACKED = {
     "FinishParams": launch.FINISH_PARAMS,
     "MergeParams": launch.MERGE_PARAMS,
     "ReplaceParams": launch.REPLACE_PARAMS,
+    "TableParams": launch.TABLE_PARAMS,
 }
 
 
@@ -168,7 +178,7 @@ ENTROPIES = ("entropy", "cross_entropy")
 GRADIENTS = ("dq1", "dk1", "dq2", "dk2")
 POINTERS = {
     name: 2**40 + idx * 4096
-    for idx, name in enumerate((*INPUTS, *RESULTS, *ENTROPIES, "dkl", *GRADIENTS))
+    for idx, name in enumerate((*INPUTS, *RESULTS, *ENTROPIES, "dkl", *GRADIENTS, *LENGTHS))
 }
 WORKSPACE = 2**45
 DKL = Strides(77_000, 7000, 7)
@@ -217,6 +227,8 @@ def common(problem: Problem) -> dict[str, Any]:
         "head_dim2": 64,
         "scale1": pytest.approx(0.11 * launch.LOG2_E, rel=1e-7),
         "scale2": pytest.approx(-0.23 * launch.LOG2_E, rel=1e-7),
+        "table.of_queries": 0,
+        "table.of_keys": 0,
         "tanh_scale1": 0.0,
         "tanh_scale2": 0.0,
     }
@@ -252,6 +264,73 @@ def test_forward_packs_each_value_in_its_field(driver: Driver) -> None:
     for step in driver.seen[2:]:
         packed = values("ForwardParams", step.params)
         assert {name: packed[name] for name in ENTROPIES} == {n: POINTERS[n] for n in ENTROPIES}
+
+
+RAGGED = {
+    "some": Ragged(("kv_lens",)),
+    "padded": Ragged(PADDING),
+    "packed": Ragged(CU_SEQLENS, 17, 90, 110),
+}
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_tables_of_ragged_batches(driver: Driver, name: str) -> None:
+    problem = dataclasses.replace(distinct_problem("float16"), ragged=RAGGED[name])
+    lengths = {n: POINTERS[n] if n in RAGGED[name].names else 0 for n in LENGTHS}
+    of_problem = {
+        **lengths,
+        "left": 51,
+        "right": 0,
+        "q_offset": 2222,
+        "has_offset": 1,
+        "num_queries": 700,
+        "num_keys": 3000,
+        "num_sequences": 17 if name == "packed" else 0,
+        "num_batches": 2,
+    }
+    with plan.override(num_splits=3):
+        chosen = plan.forward(problem, CARD)
+    launch.forward(chosen, problem, 0).launch(POINTERS, WORKSPACE, 0)
+    table, forward, reduce = driver.seen
+    of_queries = WORKSPACE + chosen.table_offset
+    assert chosen.workspace_bytes == chosen.table_offset + 8 * 2 * 700
+    expected = {"of_queries": of_queries, "of_keys": 0, **of_problem}
+    assert (table.kernel, table.grid) == ("key_table", -(-2 * 700 // 256))
+    assert values("TableParams", table.params) == expected
+    for step in (forward, reduce):
+        packed = values("ForwardParams", step.params)
+        assert (packed["table.of_queries"], packed["table.of_keys"]) == (of_queries, 0)
+    driver.seen.clear()
+    planned = plan.backward(problem, CARD, ("q2", "k2"), strategy="separate")
+    launch.backward(planned, problem, DKL, 0).launch(POINTERS, WORKSPACE, 0)
+    table, cleared, _, *gradients = driver.seen
+    assert cleared == Cleared(WORKSPACE + planned.max_dkl_offset, 4, 0)
+    of_queries = WORKSPACE + planned.table_offset
+    of_keys = of_queries + 8 * 2 * 700
+    assert planned.workspace_bytes == planned.table_offset + 8 * 2 * 3700
+    assert (table.kernel, table.grid) == ("key_table", -(-2 * 3700 // 256))
+    assert values("TableParams", table.params) == {
+        "of_queries": of_queries,
+        "of_keys": of_keys,
+        **of_problem,
+    }
+    for step in gradients:
+        packed = values("BackwardParams", step.params)
+        assert (packed["table.of_queries"], packed["table.of_keys"]) == (of_queries, of_keys)
+
+
+def test_a_table_without_limits(driver: Driver) -> None:
+    problem = dataclasses.replace(
+        distinct_problem("bfloat16"),
+        ragged=RAGGED["some"],
+        causal=False,
+        window=NO_WINDOW,
+        q_offset=None,
+    )
+    launch.forward(plan.forward(problem, CARD), problem, 0).launch(POINTERS, WORKSPACE, 0)
+    packed = values("TableParams", driver.seen[0].params)
+    limits = {name: packed[name] for name in ("left", "right", "has_offset")}
+    assert limits == {"left": -1, "right": -1, "has_offset": 0}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -564,7 +643,7 @@ def test_few_queries_of_a_key_head_are_one_tile(driver: Driver) -> None:
 
 def template_parameters(kernel: str) -> tuple[tuple[str, type], ...]:
     """Names of the template parameters of a kernel, and the type of Python that they take."""
-    kinds = {"class": str, "int": int, "bool": bool}
+    kinds = {"class": str, "int": int, "bool": bool, "Mask": str}
     head = re.search(
         rf"(?:template <([^<>]*)>\s*)?__global__ void [^;{{]*?\b{kernel}\([^;{{]*?\bparams\)",
         without_comments(f"{kernel}.cu"),
@@ -602,6 +681,11 @@ def test_constants_are_the_same_on_both_sides() -> None:
     assert int(constant("backward_finish.cu", "kFinishThreads")) == plan.FINISH_THREADS
     assert int(constant("merge_states.cu", "kMergeThreads")) == plan.MERGE_THREADS
     assert int(constant("replace_lse.cu", "kReplaceThreads")) == plan.REPLACE_THREADS
+    assert int(constant("key_table.cu", "kTableThreads")) == plan.TABLE_THREADS
+    masks = re.search(r"enum Mask \{ ([^}]+) \}", without_comments("key_range.cuh"))
+    assert masks is not None
+    assert tuple(masks[1].split(", ")) == plan.MASKS
+    assert ctypes.sizeof(STRUCTS["Interval"]) == plan.INTERVAL_BYTES
     masked = float(constant("kl_state.cuh", "kMaskedLogit").rstrip("f"))
     assert masked == launch.MASKED_LOGIT
     text = without_comments("kl_state.cuh")

@@ -255,7 +255,7 @@ def test_entropy_takes_kernels_of_its_own(problem: Problem, card: DeviceFacts) -
     assert_launchable(chosen.kernels, card)
     assert all(arguments(kernel)["kHasEntropy"] for kernel in chosen.kernels)
     assert not any(arguments(k)["kHasEntropy"] for k in plan.forward(problem, card).kernels)
-    assert all(arguments(k)["kIsWindow"] == problem.is_window for k in chosen.kernels[:1])
+    assert all(arguments(k)["kMask"] == problem.kernel_mask for k in chosen.kernels[:1])
     if chosen.num_splits > 1:
         assert chosen.workspace_bytes == 6 * 4 * chosen.num_splits * problem.num_rows
 
@@ -745,7 +745,7 @@ def test_declared_covers_what_it_promises(arch: str) -> None:
     assert {kernel for kernel, _ in declared} == kernels
     cuts = [(kernel, dict(template)) for kernel, template in declared]
     for dim, element in itertools.product(plan.BUCKETS, ("bf16", "fp16")):
-        of_rows = {"reduce_splits", "merge_states", "replace_lse"}
+        of_rows = {"reduce_splits", "merge_states", "replace_lse", "key_table"}
         of_rows |= {"backward_prepare", "backward_finish"}
         for kernel in kernels - of_rows:
             sides = {

@@ -245,6 +245,7 @@ def test_every_float_dtype_is_taken_at_its_value(dtype, rng):
         ({"heads": 4, "key_heads1": 1, "key_heads2": 4}, {"scale1": -0.7, "scale2": 0.3}),
         ({"head_dim1": 3, "head_dim2": 6}, {"scale2": 0.0}),
         ({}, {"window": (2, 1)}),
+        ({}, {"causal": True, "kv_starts": [1, 0], "kv_lens": [4, 3], "q_lens": [5, 2]}),
         ({"num_queries": 9, "num_keys": 5}, {"causal": True, "window": (2, None), "q_offset": -2}),
         ({}, {"softcap1": 1.5, "softcap2": 0.8, "scale2": -0.4}),
         ({"heads": 4, "key_heads1": 1, "key_heads2": 2}, {"causal": True, "softcap1": 0.5}),
@@ -415,6 +416,103 @@ def test_online_formula_with_merged_splits(merge, spread, rng):
         else:
             got = merge_finished([split.finish() for split in splits])
         np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-12)
+
+
+PADDED = {
+    "kv_lens": {"kv_lens": [9, 0, 4]},
+    "left": {"kv_starts": [0, 3, 11], "kv_lens": [11, 5, 0]},
+    "starts_alone": {"kv_starts": [2, 0, 10]},
+    "queries": {"q_lens": [7, 0, 3]},
+    "all": {"kv_starts": [1, 0, 6], "kv_lens": [8, 11, 2], "q_lens": [5, 7, 4]},
+    "out_of_range": {"kv_starts": [-5, 8, 99], "kv_lens": [99, 99, -1], "q_lens": [-1, 99, 3]},
+}
+
+
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+@pytest.mark.parametrize(
+    "mask", [{}, {"causal": True}, {"window": (2, 1)}, {"window": (3, 0), "q_offset": 1}], ids=str
+)
+@pytest.mark.parametrize("name", PADDED)
+def test_padding_is_what_is_cut_off(name, mask, layout, rng):
+    shape = {"batch": 3, "heads": 4, "key_heads1": 2, "key_heads2": 1}
+    arrays = draw(rng, num_queries=7, num_keys=11, head_dim1=4, head_dim2=6, **shape)
+    arrays = {n: x.astype(np.float64) for n, x in arrays.items()}
+    options = {**mask, "layout": layout}
+    lengths = PADDED[name]
+    whole = {"kv_starts": [0] * 3, "kv_lens": [11] * 3, "q_lens": [7] * 3} | lengths
+    expected = {"d" + n: np.zeros(arrays[n].shape) for n in INPUTS}
+    expected |= {"kl": np.zeros((3, 4, 7)), "lse1": np.full((3, 4, 7), -np.inf)}
+    for b in range(3):
+        first = min(11, max(0, whole["kv_starts"][b]))
+        keys = slice(first, first + min(11 - first, max(0, whole["kv_lens"][b])))
+        rows = slice(0, min(7, max(0, whole["q_lens"][b])))
+        cut = {n: x[b : b + 1, :, keys if n[0] == "k" else rows] for n, x in arrays.items()}
+        state = forward(cut, **mask)
+        expected["kl"][b : b + 1, :, rows], expected["lse1"][b : b + 1, :, rows] = state[:2]
+        for n, gradient in zip(INPUTS, backward(cut, state, **mask), strict=True):
+            expected["d" + n][b : b + 1, :, keys if n[0] == "k" else rows] = gradient
+        # What lies outside may hold anything.
+        for n, x in arrays.items():
+            outside = np.ones(x.shape[2], bool)
+            outside[keys if n[0] == "k" else rows] = False
+            x[b, :, outside] = np.nan
+    swap = (lambda x: x.swapaxes(1, 2)) if layout == "bnhd" else (lambda x: x)
+    arrays = {n: swap(x) for n, x in arrays.items()}
+    state = forward(arrays, **options, **lengths)
+    gradients = backward(arrays, state, **options, **lengths)
+    got = {"kl": state.kl, "lse1": state.lse1}
+    got |= {"d" + n: x for n, x in zip(INPUTS, gradients, strict=True)}
+    for n, value in got.items():
+        np.testing.assert_allclose(swap(value), expected[n], rtol=1e-12, atol=1e-12, err_msg=n)
+
+
+PACKED = {
+    "mixed": ([0, 3, 4, 9], [0, 5, 11, 12]),
+    "empty": ([0, 0, 4, 4, 9], [0, 3, 3, 7, 12]),
+    "gaps": ([2, 5, 8], [1, 4, 9]),
+    "none": ([0], [0]),
+}
+
+
+@pytest.mark.parametrize(
+    "mask", [{}, {"causal": True}, {"window": (2, 1)}, {"window": (3, 0), "q_offset": 1}], ids=str
+)
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_sequences_are_apart(name, mask, rng):
+    shape = {"batch": 1, "heads": 4, "key_heads1": 2, "key_heads2": 1}
+    arrays = draw(rng, num_queries=9, num_keys=12, head_dim1=4, head_dim2=6, **shape)
+    arrays = {n: x.astype(np.float64) for n, x in arrays.items()}
+    queries, keys = PACKED[name]
+    expected = {"d" + n: np.zeros(arrays[n].shape) for n in INPUTS}
+    expected |= {"kl": np.zeros((1, 4, 9)), "lse1": np.full((1, 4, 9), -np.inf)}
+    poisoned = {n: np.full_like(x, np.nan) for n, x in arrays.items()}
+    for q, q_end, k, k_end in zip(queries, queries[1:], keys, keys[1:], strict=False):
+        rows, seen = slice(q, q_end), slice(k, k_end)
+        cut = {n: x[:, :, seen if n[0] == "k" else rows] for n, x in arrays.items()}
+        for n, x in cut.items():
+            poisoned[n][:, :, seen if n[0] == "k" else rows] = x
+        state = forward(cut, **mask)
+        expected["kl"][:, :, rows], expected["lse1"][:, :, rows] = state[:2]
+        for n, gradient in zip(INPUTS, backward(cut, state, **mask), strict=True):
+            expected["d" + n][:, :, seen if n[0] == "k" else rows] = gradient
+    packed = {n: x[0] if n == "dkl" else x[0].swapaxes(0, 1) for n, x in poisoned.items()}
+    lengths = {"cu_seqlens_q": queries, "cu_seqlens_k": keys}
+    state = forward(packed, **mask, **lengths)
+    gradients = backward(packed, state, **mask, **lengths)
+    got = {"kl": state.kl[None], "lse1": state.lse1[None]}
+    got |= {"d" + n: x.swapaxes(0, 1)[None] for n, x in zip(INPUTS, gradients, strict=True)}
+    for n, value in got.items():
+        np.testing.assert_allclose(value, expected[n], rtol=1e-12, atol=1e-12, err_msg=n)
+
+
+def test_ends_of_queries_and_keys_go_together(rng):
+    arrays = draw(rng, num_queries=3, num_keys=3)
+    with pytest.raises(ValueError, match="expected both or neither"):
+        forward(arrays, cu_seqlens_q=[0, 3])
+    with pytest.raises(ValueError, match="expected rank 3 with cu_seqlens"):
+        forward(arrays, cu_seqlens_q=[0, 3], cu_seqlens_k=[0, 3])
+    with pytest.raises(ValueError, match="expected None with kv_starts"):
+        forward(arrays, cu_seqlens_q=[0, 3], cu_seqlens_k=[0, 3], q_lens=[3])
 
 
 def direct(

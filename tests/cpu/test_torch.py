@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from streamkl_cupy import reference
-from streamkl_cupy.problem import INPUTS
+from streamkl_cupy.problem import INPUTS, LENGTHS
 
 torch = pytest.importorskip("torch")
 functional = pytest.importorskip("streamkl_cupy.torch")
@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 OPERATORS = torch.ops.streamkl_cupy
 SUBSETS = [names for count in range(1, 5) for names in itertools.combinations(INPUTS, count)]
 # N_Q > N_K: with a causal mask the first rows see no key.
-LENGTHS = {"num_queries": 5, "num_keys": 3}
+FEW_KEYS = {"num_queries": 5, "num_keys": 3}
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ class Record(TorchDispatchMode):
 )
 @pytest.mark.parametrize(("rank", "layout"), [(2, "bhnd"), (3, "bhnd"), (4, "bhnd"), (4, "bnhd")])
 def test_values_and_gradients(rank: int, layout: str, mask: dict[str, Any], generator: Any) -> None:
-    inputs = draw(generator, rank, layout, **LENGTHS)
+    inputs = draw(generator, rank, layout, **FEW_KEYS)
     options = {**mask, "scale2": -0.7, "layout": layout}
     kl, lse1, lse2 = attention_kl(*inputs, **options, return_lse=True)
     exact = reference.attention_kl(*(x.numpy() for x in inputs), **options, return_state=True)
@@ -468,7 +468,7 @@ def test_batched_upstream_gradients_point_to_torch_func(generator: Any) -> None:
 @pytest.mark.parametrize(("rank", "layout"), [(2, "bhnd"), (4, "bnhd")])
 @pytest.mark.parametrize("mask", [{"causal": True}, {"window": (2, 1), "q_offset": -1}], ids=str)
 def test_entropies(rank: int, layout: str, mask: dict[str, Any], generator: Any) -> None:
-    inputs = draw(generator, rank, layout, **LENGTHS)
+    inputs = draw(generator, rank, layout, **FEW_KEYS)
     options = {**mask, "layout": layout}
     arrays = {n: x.numpy() for n, x in zip(INPUTS, inputs, strict=True)}
     exact = reference.attention_kl(**arrays, **options, return_entropy=True)
@@ -540,7 +540,7 @@ def draw_lse(generator: Any, rows: Any, given: tuple[str, ...]) -> dict[str, Any
 def test_given_values_and_gradients(
     given: tuple[str, ...], rank: int, layout: str, mask: dict[str, Any], generator: Any
 ) -> None:
-    inputs = draw(generator, rank, layout, **LENGTHS)
+    inputs = draw(generator, rank, layout, **FEW_KEYS)
     options = {**mask, "scale2": -0.7, "layout": layout}
     lse = draw_lse(generator, inputs[0].shape[:-1], given)
     kl, *used = attention_kl(*inputs, **options, **lse, return_lse=True)
@@ -656,7 +656,7 @@ def test_given_ones_that_do_not_fit(generator: Any) -> None:
     rows = inputs[0].shape[:-1]
     for lse, error, text in (
         (1.0, TypeError, r"lse1: expected a torch tensor, got float"),
-        (torch.zeros(rows)[..., :1], ValueError, r"lse1: expected the shape of q1 without"),
+        (torch.zeros(rows)[..., :1], ValueError, r"lse1: expected the shape of kl"),
         (torch.zeros(rows, device="meta"), ValueError, r"lse1: expected a tensor on cpu like q1"),
         (torch.zeros(rows, dtype=torch.int64), TypeError, r"lse1: expected bfloat16, float16"),
     ):
@@ -665,6 +665,146 @@ def test_given_ones_that_do_not_fit(generator: Any) -> None:
 
 
 # Operators, fake tensors and compilation.
+
+
+LENGTHS_OF: dict[str, dict[str, list[int]]] = {
+    "right": {"kv_lens": [7, 3], "q_lens": [5, 0]},
+    "left": {"kv_starts": [2, 7]},
+    "packed": {"cu_seqlens_q": [0, 2, 2, 4], "cu_seqlens_k": [1, 4, 6, 7]},
+}
+
+
+def ragged(name: str, generator: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Leaves and lengths; packed sequences in a layout of their own."""
+    inputs = draw(generator)
+    if name == "packed":
+        inputs = [x[0].transpose(0, 1).contiguous() for x in inputs]
+    lengths = {n: torch.tensor(x, dtype=torch.int32) for n, x in LENGTHS_OF[name].items()}
+    return differentiable(inputs), lengths
+
+
+@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window": (1, 1), "q_offset": 1}], ids=str)
+@pytest.mark.parametrize("name", LENGTHS_OF)
+def test_ragged_values_and_gradients(name: str, mask: dict[str, Any], generator: Any) -> None:
+    leaves, lengths = ragged(name, generator)
+    kl, lse1, _, entropy, cross_entropy = attention_kl(
+        *leaves, **mask, **lengths, return_lse=True, return_entropy=True
+    )
+    arrays = [x.detach().numpy() for x in leaves]
+    on_host = {n: x.numpy() for n, x in lengths.items()}
+    exact = reference.attention_kl(*arrays, **mask, **on_host, return_entropy=True)
+    for ours, expected in (
+        (kl, exact.kl),
+        (lse1, exact.lse1),
+        (entropy, exact.entropy),
+        (cross_entropy, exact.cross_entropy),
+    ):
+        np.testing.assert_array_equal(ours.detach().numpy(), expected)
+    assert torch.autograd.gradcheck(lambda *x: attention_kl(*x, **mask, **lengths), leaves)
+    lse = torch.randn(kl.shape, generator=generator, dtype=kl.dtype).requires_grad_()
+    assert torch.autograd.gradcheck(
+        lambda lse, *x: attention_kl(*x, lse1=lse, **mask, **lengths), (lse, *leaves)
+    )
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("name", LENGTHS_OF)
+def test_ragged_reductions(name: str, weighted: bool, generator: Any) -> None:
+    leaves, lengths = ragged(name, generator)
+    kl, lse1, _ = attention_kl(*leaves, **lengths, return_lse=True)
+    weights = torch.rand(kl.shape, generator=generator, dtype=kl.dtype) if weighted else None
+    of_rows = torch.ones_like(kl) if weights is None else weights
+    seen = torch.isfinite(lse1)
+    assert 0 < seen.sum() < seen.numel()
+    total = (kl * of_rows).sum()
+    expected = {
+        "sum": total,
+        "mean": total / (of_rows * seen).sum(),
+        "batchmean": total / (3 if name == "packed" else 2),
+    }
+    for reduction, value in expected.items():
+        loss = attention_kl(*leaves, **lengths, reduction=reduction, row_weights=weights)
+        torch.testing.assert_close(loss, value)
+    module = functional.AttentionKLLoss()
+    torch.testing.assert_close(module(*leaves, row_weights=weights, **lengths), expected["mean"])
+
+
+def test_a_mean_of_nothing_is_zero(generator: Any) -> None:
+    leaves, _ = ragged("right", generator)
+    nothing = torch.zeros(2, dtype=torch.int32)
+    loss = attention_kl(*leaves, kv_lens=nothing, reduction="mean")
+    loss.backward()
+    assert loss == 0
+    assert all((x.grad == 0).all() for x in leaves)
+
+
+@pytest.mark.parametrize("name", LENGTHS_OF)
+@pytest.mark.parametrize("has_entropy", [False, True])
+def test_ragged_opcheck_and_compile(name: str, has_entropy: bool, generator: Any) -> None:
+    leaves, lengths = ragged(name, generator)
+    values = [lengths.get(n) for n in LENGTHS]
+    options = (True, None, None, None, None, None, "bhnd", False)
+    forward = (*leaves, None, None, *values, None, None, has_entropy, *options)
+    state = OPERATORS.attention_kl_ragged.default(*forward)
+    rows = [part.detach() for part in state[:6]]
+    backward = (
+        torch.ones_like(rows[0]),
+        *(x.detach() for x in leaves),
+        *rows,
+        [],
+        ["q2", "k1"],
+        *values,
+        None,
+        None,
+        *options,
+    )
+    for operator, arguments in (
+        (OPERATORS.attention_kl_ragged, forward),
+        (OPERATORS.attention_kl_ragged_backward, backward),
+    ):
+        outcome = torch.library.opcheck(operator.default, arguments)
+        assert set(outcome.values()) == {"SUCCESS"}
+
+    def loss(*x: Any) -> Any:
+        return attention_kl(*x, causal=True, **lengths, reduction="mean")
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    ours = torch.autograd.grad(compiled(*leaves), leaves)
+    for gradient, expected in zip(ours, torch.autograd.grad(loss(*leaves), leaves), strict=True):
+        torch.testing.assert_close(gradient, expected)
+
+
+def test_ragged_under_vmap(generator: Any) -> None:
+    leaves, lengths = ragged("right", generator)
+    several = [torch.stack([x.detach(), 2 * x.detach()]) for x in leaves]
+    lens = torch.stack([lengths["kv_lens"], torch.tensor([1, 7], dtype=torch.int32)])
+
+    def loss(q1: Any, k1: Any, q2: Any, k2: Any, lens: Any) -> Any:
+        return attention_kl(q1, k1, q2, k2, kv_lens=lens, reduction="sum")
+
+    mapped = torch.func.vmap(torch.func.grad(loss, argnums=(0, 3)))(*several, lens)
+    for idx in range(2):
+        alone = [x[idx].clone().requires_grad_() for x in several]
+        expected = torch.autograd.grad(loss(*alone, lens[idx]), (alone[0], alone[3]))
+        for ours, exact in zip(mapped, expected, strict=True):
+            torch.testing.assert_close(ours[idx], exact)
+    packed, ends = ragged("packed", generator)
+    with pytest.raises(RuntimeError, match="got packed sequences; call it once for each"):
+        torch.func.vmap(lambda x: attention_kl(x, *packed[1:], **ends))(
+            torch.stack([packed[0]] * 2)
+        )
+
+
+def test_lengths_that_do_not_fit(generator: Any) -> None:
+    leaves, lengths = ragged("right", generator)
+    with pytest.raises(TypeError, match=r"^kv_lens: expected a torch tensor, got list"):
+        attention_kl(*leaves, kv_lens=[7, 3])
+    with pytest.raises(TypeError, match=r"^kv_lens: expected int32, got int64"):
+        attention_kl(*leaves, kv_lens=lengths["kv_lens"].long())
+    with pytest.raises(ValueError, match=r"^kv_lens: expected a tensor on cpu like q1"):
+        attention_kl(*leaves, kv_lens=lengths["kv_lens"].to("meta"))
+    with pytest.raises(ValueError, match=r"^cu_seqlens_k: expected an array together with"):
+        attention_kl(*leaves, cu_seqlens_q=lengths["kv_lens"])
 
 
 @pytest.mark.parametrize(("rank", "layout"), [(2, "bhnd"), (3, "bhnd"), (4, "bnhd")])

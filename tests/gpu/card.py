@@ -16,7 +16,7 @@ import numpy as np
 import streamkl_cupy as skl
 from streamkl_cupy import interop, launch, plan, reference
 from streamkl_cupy.audit import FORWARD_FLOOR, GRADIENT_FLOOR, error, nonfinite_rows
-from streamkl_cupy.problem import INPUTS, Problem, describe
+from streamkl_cupy.problem import INPUTS, LENGTHS, Problem, Ragged, describe, describe_lengths
 from tests.cases import DTYPES, draw
 from tests.compare import assert_accurate, baseline_backward, baseline_forward
 
@@ -68,7 +68,7 @@ class Cupy:
     def view(
         self, memory: Any, offset: int, dtype: str, shape: Sequence[int], strides: Sequence[int]
     ) -> Any:
-        kind = DTYPES[dtype]
+        kind = np.dtype(DTYPES.get(dtype, dtype))
         steps = tuple(stride * kind.itemsize for stride in strides)
         return self.cupy.ndarray(tuple(shape), kind, memory.data + offset, steps)
 
@@ -214,6 +214,8 @@ def run(
     dtype = str(qk[0].dtype).removeprefix("torch.")
     shapes = {name: tuple(arrays[name].shape) for name in INPUTS}
     rows = shapes["q1"][:-1]
+    if "cu_seqlens_q" in options:
+        rows = rows[::-1]
     names = ["d" + name for name in wrt]
     if into:
         parts = {name: Output.make(library, rows, ROW_DTYPE) for name in STATE}
@@ -340,7 +342,16 @@ def seen_keys(num_queries: int, num_keys: int, options: Mapping[str, Any]) -> np
 def problem_of(arrays: Arrays, options: Mapping[str, Any]) -> Problem:
     """The description that a call with these arrays plans by."""
     operands = [interop.take(name, arrays[name]).operand(name) for name in INPUTS]
-    return describe(*operands, **options)
+    lengths = tuple(name for name in LENGTHS if name in options)
+    most = [options.get(name) for name in ("max_seqlen_q", "max_seqlen_k")]
+    ragged = None
+    if lengths:
+        ragged = describe_lengths(lengths, *most)
+        if ragged.is_packed:
+            longest = (x or len(arrays[n]) for x, n in zip(most, ("q1", "k1"), strict=True))
+            ragged = Ragged(lengths, len(options["cu_seqlens_q"]) - 1, *longest)
+    masks = {n: x for n, x in options.items() if n not in LENGTHS and "seqlen" not in n}
+    return describe(*operands, **masks, ragged=ragged)
 
 
 def forward_plan(arrays: Arrays, options: Mapping[str, Any]) -> plan.ForwardPlan:

@@ -7,6 +7,7 @@ here they only have to be finite. With ``--all-lanes`` every lane of a warp arri
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import sys
 import tempfile
@@ -47,6 +48,17 @@ RUNS = (
     ("float16", {"num_queries": 33, "num_keys": 300}, {"softcap1": 5.0, "softcap2": 1.0}, 2, 0),
     ("bfloat16", {"num_queries": 100, "num_keys": 90}, {"softcap2": 1.0}, 1, 2),
 )
+# Lengths of arrays and of what is there, packed or padded, and splits of the keys.
+RAGGED = (
+    (
+        "bfloat16",
+        (260, 280),
+        {"cu_seqlens_q": (0, 130, 131, 250), "cu_seqlens_k": (3, 90, 90, 280)},
+        1,
+    ),
+    ("float16", (70, 300), {"cu_seqlens_q": (0, 3, 70), "cu_seqlens_k": (0, 250, 300)}, 2),
+    ("bfloat16", (130, 150), {"kv_starts": (40,), "kv_lens": (70,), "q_lens": (100,)}, 1),
+)
 HEADS = {"heads": 4, "key_heads1": 2, "key_heads2": 1}
 
 
@@ -82,6 +94,29 @@ def run_states(library: Cupy, rng: np.random.Generator) -> set[str]:
     return {behind.kernel, *(step.kernel for step in plan.merge(1, 2, facts).kernels)}
 
 
+def run_ragged(library: Cupy, rng: np.random.Generator) -> set[str]:
+    """Padded and packed batches; returns the kernels of their forward."""
+    ran = set()
+    for dtype, (num_queries, num_keys), lengths, num_splits in RAGGED:
+        inputs = random_inputs(rng, dtype, **HEADS, num_queries=num_queries, num_keys=num_keys)
+        if "cu_seqlens_q" in lengths:
+            inputs = {n: x[0] if n == "dkl" else x[0].swapaxes(0, 1) for n, x in inputs.items()}
+        arrays = {name: upload(library, values) for name, values in inputs.items()}
+        on_card = {n: upload(library, np.array(x, np.int32)) for n, x in lengths.items()}
+        generations = ({}, {"forward_kernel": "forward_sm80", "backward_kernel": plan.PORTABLE})
+        for kernels, strategy in itertools.product(generations, ("fused", "separate")):
+            with plan.override(num_splits=num_splits, **kernels):
+                options = {"causal": True, **on_card}
+                ran |= {kernel.kernel for kernel in forward_plan(arrays, options).kernels}
+                results = run(library, arrays, options, strategy=strategy, into=True)
+            for name, values in results.items():
+                finite = np.isfinite(values.astype(np.float32))
+                assert finite.all() or name.startswith("lse"), name
+        cupy.cuda.Device().synchronize()
+        print(f"ran {dtype} {lengths} splits {num_splits}", flush=True)
+    return ran
+
+
 def main() -> None:
     library, rng = Cupy(), np.random.default_rng(0)
     ran: set[str] = set()
@@ -101,6 +136,7 @@ def main() -> None:
         cupy.cuda.Device().synchronize()
         print(f"ran {dtype} {lengths} {options} splits {num_splits} offset {offset}", flush=True)
     ran |= run_states(library, rng)
+    ran |= run_ragged(library, rng)
     cupy.cuda.Device().synchronize()
     missing = {path.stem for path in jit.source_directory().glob("*.cu")} - ran
     assert not missing, f"never launched: {sorted(missing)}"

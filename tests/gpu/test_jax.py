@@ -14,6 +14,7 @@ from streamkl_cupy import jit
 from streamkl_cupy.chain import Bound
 from streamkl_cupy.problem import INPUTS
 from tests.gpu.card import Expected, random_inputs, same_bits
+from tests.gpu.ragged import ExpectedParts, Part, from_packed, poison, to_packed
 from tests.gpu.usage import Usage
 
 SHAPE = {"batch": 2, "heads": 4, "key_heads1": 2, "key_heads2": 1, "num_queries": 90}
@@ -110,6 +111,40 @@ def test_every_output(
 def test_other_kernels(shape: dict[str, int], rng: np.random.Generator, door: Door) -> None:
     inputs = random_inputs(rng, **shape)
     Expected(inputs, {}).check(door.get(door.jax.jit(door.gradient())(*door.put(inputs))))
+
+
+RAGGED: dict[str, dict[str, Any]] = {
+    "padded": {"kv_starts": (3, 20), "kv_lens": (60, 44), "q_lens": (90, 31)},
+    "packed": {"cu_seqlens_q": (0, 40, 41, 90), "cu_seqlens_k": (5, 25, 60, 70)},
+}
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_ragged_batches(name: str, rng: np.random.Generator, door: Door) -> None:
+    is_packed = name == "packed"
+    lengths = RAGGED[name]
+    inputs = random_inputs(rng, **{**SHAPE, "batch": 1 if is_packed else 2})
+    if is_packed:
+        starts, keys = lengths["cu_seqlens_q"], lengths["cu_seqlens_k"]
+        places = zip(starts, starts[1:], keys, keys[1:], strict=False)
+        parts = [Part(0, slice(q, q_end), slice(k, k_end)) for q, q_end, k, k_end in places]
+    else:
+        places = zip(*lengths.values(), strict=True)
+        parts = [
+            Part(b, slice(0, rows), slice(first, first + most))
+            for b, (first, most, rows) in enumerate(places)
+        ]
+    arrays = poison(inputs, parts, np.nan)
+    arrays["dkl"] = inputs["dkl"]  # the loss is of all rows
+    if is_packed:
+        arrays = {n: to_packed(n, x) for n, x in arrays.items()}
+    on_card = {
+        n: door.jax.device_put(np.array(x, np.int32), door.device) for n, x in lengths.items()
+    }
+    results = door.get(door.gradient(causal=True, **on_card)(*door.put(arrays)))
+    if is_packed:
+        results = {n: from_packed(x) for n, x in results.items()}
+    ExpectedParts(inputs, parts, {"causal": True}).check(results)
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 8, 8), (1, 2, 0, 8), (1, 2, 8, 0)], ids=str)

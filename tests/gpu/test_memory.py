@@ -2,8 +2,9 @@
 
 With R query rows: forward 20 R (kl, lse1, lse2 and the low parts) or 4 R for kl alone, 20 W R more
 with W splits; backward 16 R, or 32 R where one pass serves both sides, for float16 256 more, and
-for the fused kernel a float32 dQ of one side, rows padded to 16 and head dims to their bucket. An
-allocation is padded to 512 bytes.
+for the fused kernel a float32 dQ of one side, rows padded to 16 and head dims to their bucket. The
+table of a ragged batch: 8 bytes a query of a batch entry, in the backward also a key. An allocation
+is padded to 512 bytes.
 """
 
 from __future__ import annotations
@@ -153,6 +154,24 @@ def test_backward(
     assert usage.peak == padded(workspace) + results
     assert usage.now == results
     del gradients
+
+
+def test_tables_of_ragged_batches(
+    rng: np.random.Generator, cupy_library: Cupy, fresh_pool: Any
+) -> None:
+    shape = SHAPES["odd"]
+    arrays = upload_all(cupy_library, random_inputs(rng, **shape))
+    lens = cupy_library.put(np.array([40, 3], np.int32))
+    rows, qk = num_rows(shape), inputs_of(arrays)
+    # 8 bytes a query of the forward, a query or a key of the backward, whatever the heads.
+    with Usage() as usage:
+        state = skl.attention_kl(*qk, kv_lens=lens, return_state=True)
+    assert usage.peak == 5 * padded(4 * rows) + padded(8 * 2 * 101)
+    options = {"strategy": "separate", "wrt": ("q2",)}
+    with Usage() as usage:
+        (dq2,) = skl.attention_kl_backward(arrays["dkl"], *qk, state, kv_lens=lens, **options)
+    statistics = -(-16 * rows // 256) * 256
+    assert usage.peak == padded(dq2.nbytes) + padded(statistics + 8 * 2 * 151)
 
 
 def test_the_scratch_has_the_bucket_of_the_head_dim(

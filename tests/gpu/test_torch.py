@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from streamkl_cupy import reference
 from streamkl_cupy.problem import INPUTS
 from tests.gpu.card import Expected, Torch, random_inputs, upload_all
 from tests.gpu.delay import delay
+from tests.gpu.ragged import ExpectedParts, Part, from_packed, to_packed
 from tests.gpu.usage import TorchUsage, Usage, padded
 
 SHAPE = {"batch": 2, "heads": 4, "key_heads1": 2, "num_queries": 130, "num_keys": 90}
@@ -355,6 +357,67 @@ def test_a_training_step_captured_and_replayed_with_new_inputs(
         kl = door.attention_kl(*problem.arrays.values(), **OPTIONS)
         torch.testing.assert_close(value, (kl * weights).sum())
         problem.check(gradients(leaves), dkl=weights.expand(2, 4, 130))
+
+
+def test_packed_sequences_captured_and_replayed_with_new_ones(
+    door: Any, torch: Any, torch_library: Torch, rng: np.random.Generator
+) -> None:
+    ends = {"cu_seqlens_q": [0, 100, 101, 230], "cu_seqlens_k": [0, 90, 200, 210]}
+    others = {"cu_seqlens_q": [0, 7, 150, 220], "cu_seqlens_k": [0, 0, 130, 210]}
+    inputs = random_inputs(rng, heads=4, key_heads1=2, num_queries=230, num_keys=210)
+    packed = {name: to_packed(name, x) for name, x in inputs.items()}
+    arrays = upload_all(torch_library, packed)
+    dkl = arrays.pop("dkl")
+    leaves = [x.requires_grad_() for x in arrays.values()]
+    lengths = {n: torch.tensor(x, dtype=torch.int32, device="cuda") for n, x in ends.items()}
+
+    def step() -> Any:
+        for leaf in leaves:
+            leaf.grad = None
+        kl, lse1, lse2 = door.attention_kl(*leaves, causal=True, **lengths, return_lse=True)
+        kl.backward(dkl)
+        return kl, lse1, lse2
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        rows = step()
+    for now in (ends, others):
+        for name, values in now.items():
+            lengths[name].copy_(torch.tensor(values, dtype=torch.int32))
+        graph.replay()
+        torch.cuda.synchronize()
+        results = dict(zip(("kl", "lse1", "lse2"), rows, strict=True)) | gradients(leaves)
+        got = {n: from_packed(torch_library.get(x.detach())) for n, x in results.items()}
+        starts = zip(now["cu_seqlens_q"], now["cu_seqlens_q"][1:], strict=False)
+        keys = zip(now["cu_seqlens_k"], now["cu_seqlens_k"][1:], strict=False)
+        parts = [Part(0, slice(*q), slice(*k)) for q, k in zip(starts, keys, strict=True)]
+        ExpectedParts(inputs, parts, {"causal": True}).check(got)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "batchmean"])
+def test_padded_losses(
+    reduction: str, door: Any, torch: Any, torch_library: Torch, rng: np.random.Generator
+) -> None:
+    problem = Problem(torch_library, rng)
+    lengths = {"kv_lens": [90, 40], "q_lens": [130, 77]}
+    on_card = {n: torch.tensor(x, dtype=torch.int32, device="cuda") for n, x in lengths.items()}
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss = door.attention_kl(*problem.leaves(), **OPTIONS, **on_card, reduction=reduction)
+        loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    arrays = [problem.inputs[name] for name in INPUTS]
+    state = reference.attention_kl(*arrays, **OPTIONS, **lengths, return_state=True)
+    seen = np.isfinite(state.lse1).sum()
+    assert 0 < seen < state.kl.size
+    divisor = {"mean": seen, "sum": 1, "batchmean": 2}[reduction]
+    assert loss.item() == pytest.approx(state.kl.sum() / divisor, rel=1e-4)
 
 
 def test_50_in_flight(
