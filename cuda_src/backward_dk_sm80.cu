@@ -24,8 +24,7 @@
 #include "smem.cuh"
 
 template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kRowTiles, int kNumWarps,
-          int kBlockQ, int kChunkQ, int kNumStages, bool kIsAligned, Mask kMask,
-          bool kHasSoftcap>
+          int kBlockQ, int kChunkQ, int kNumStages, bool kIsAligned, Mask kMask, bool kHasSoftcap>
 __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     backward_dk_sm80(const BackwardParams params) {
     using Tile =

@@ -22,8 +22,7 @@
 #include "softcap.cuh"
 
 template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kRowTiles, int kNumWarps,
-          int kBlockK, int kChunkK, int kNumStages, bool kIsAligned, Mask kMask,
-          bool kHasSoftcap>
+          int kBlockK, int kChunkK, int kNumStages, bool kIsAligned, Mask kMask, bool kHasSoftcap>
 __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     backward_dq_sm80(const BackwardParams params) {
     using Tile =

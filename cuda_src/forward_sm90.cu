@@ -64,8 +64,8 @@ struct ForwardTraits {
 };
 
 template <class Element, int kHeadDim1, int kHeadDim2, int kNumConsumers, int kBlockK,
-          int kNumStages, bool kQueriesInRegisters, bool kIsPacked, Mask kMask,
-          bool kHasEntropy, bool kHasSoftcap>
+          int kNumStages, bool kQueriesInRegisters, bool kIsPacked, Mask kMask, bool kHasEntropy,
+          bool kHasSoftcap>
 __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     forward_sm90(const __grid_constant__ InputMaps maps,
                  const __grid_constant__ ForwardParams params) {
