@@ -2297,17 +2297,22 @@ def declared(arch: str) -> tuple[Specialisation, ...]:
     """The specialisations that the tests compile.
 
     For sm_80 and sm_90a every kernel, dtype, side and equal pair of head dims and the unequal pairs
-    that the benchmarks name, with windows and ragged batches the two most common pairs, with
-    softcaps one; for others a sample of all, the same every time.
+    that the benchmarks name; windows, ragged batches, entropies and softcaps for the most common
+    pair, one at a time; for others a sample of all, the same every time.
     """
     if arch in FULLY_DECLARED:
         pairs = [(dim, dim) for dim in BUCKETS] + list(UNEQUAL_PAIRS)
-        masked = [(64, 64), (128, 128)]
         full = [(128, 128)]
-        found = _specialisations(arch, pairs, in_full=full, masked=masked, capped=full)
-        return tuple(one for one in found if ("kIsAligned", False) not in one[1])
+        found = _specialisations(arch, pairs, in_full=full, masked=full, capped=full)
+        return tuple(one for one in found if _is_declared(dict(one[1])))
     everything = specialisations(arch)
     return tuple(random.Random(arch).sample(everything, min(SAMPLE_SIZE, len(everything))))
+
+
+def _is_declared(template: dict[str, Any]) -> bool:
+    has_mask = template.get("kMask", PLAIN) != PLAIN
+    added = (has_mask, template.get("kHasEntropy", False), template.get("kHasSoftcap", False))
+    return added.count(True) <= 1 and template.get("kIsAligned") is not False
 
 
 def _specialisations(
