@@ -816,8 +816,8 @@ def layout_source(kernels: Sequence[KernelPlan]) -> str:
         rendered = jit.render(kernel.kernel, kernel.template)
         stages = range(arguments(kernel)["kNumStages"])
         if kernel.kernel == "forward_sm80":
-            # What is packed has no part in the layout, and the mask neither.
-            rendered = rendered.replace("forward_sm80", "ForwardTraits").rsplit(",", 2)[0] + ">"
+            # What is packed has no part in the layout, nor have masks and bounds.
+            rendered = rendered.replace("forward_sm80", "ForwardTraits").rsplit(",", 3)[0] + ">"
             values = ["T::kSmemBytes", "T::kQ1Bytes"]
             for stage_idx in stages:
                 base = f"T::kRingOffset + {stage_idx} * T::kStageBytes"
