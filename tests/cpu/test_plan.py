@@ -836,8 +836,8 @@ def layout_source(kernels: Sequence[KernelPlan]) -> str:
         rendered = jit.render(kernel.kernel, kernel.template)
         stages = range(arguments(kernel)["kNumStages"])
         if kernel.kernel == "forward_sm80":
-            # What is packed has no part in the layout, and the mask neither.
-            rendered = rendered.replace("forward_sm80", "ForwardTraits").rsplit(",", 2)[0] + ">"
+            # What is packed has no part in the layout, nor have masks and bounds.
+            rendered = rendered.replace("forward_sm80", "ForwardTraits").rsplit(",", 3)[0] + ">"
             values = ["T::kSmemBytes", "T::kQ1Bytes"]
             for stage_idx in stages:
                 base = f"T::kRingOffset + {stage_idx} * T::kStageBytes"
@@ -1159,7 +1159,7 @@ def fused_layout_source(kernels: Sequence[plan.Specialisation]) -> str:
     ]
     rows = []
     for name, template in kernels:
-        rendered = jit.render(name, (*template[:-2], template[-1]))
+        rendered = jit.render(name, (*template[:-3], template[-2]))
         rendered = rendered.replace(name, "FusedTraits")
         rows.append(
             f"{{{rendered}::kSmemBytes, {rendered}::kRingOffset, {rendered}::kStageBytes, "
@@ -1469,7 +1469,7 @@ def pair_layout_source(kernels: Sequence[plan.Specialisation]) -> str:
     ]
     rows = []
     for name, template in kernels:
-        values = [str(value) for _, value in template[1:-1]]
+        values = [str(value) for _, value in template[1:-2]]
         values.append("true" if name == "backward_dk_sm90" else "false")
         traits = f"PairTraits<{', '.join(values)}>"
         rows.append(
@@ -1493,7 +1493,7 @@ def test_shared_memory_of_the_pair(tmp_path: Path) -> None:
     )
     for (name, template), (total, *offsets) in zip(kernels, layouts, strict=True):
         cut = dict(template)
-        tile = plan.PairWarpgroupTile(*(int(value) for _, value in template[4:-1]))
+        tile = plan.PairWarpgroupTile(*(int(value) for _, value in template[4:-2]))
         dims = int(cut["kHeadDim1"]), int(cut["kHeadDim2"])
         fixed, trained = dims if cut["kSide"] == 2 else dims[::-1]
         assert tile.shared_memory(name, fixed, trained) == total
