@@ -2,7 +2,7 @@
 //
 //   dq_t,i = scale_t dkl_i sum_j ds_t,ij k_t,j         t = 1, 2, ds as in row_statistics.cuh
 //
-// Grid: one block per (batch, head, block of 64 kNumConsumers queries), heavy blocks of a head
+// Grid: one block per (batch, head, block of 128 queries), heavy blocks of a head
 // first. Warpgroup 0 produces: one thread asks the copy engine for tiles. Each further warpgroup
 // consumes: it owns 64 query rows.
 //
@@ -105,8 +105,9 @@ struct QueryRowsOfBoth {
                 const int key = first_key + col_of_element(e);
                 const bool is_visible = key >= range.begin(query) && key < range.end(query);
                 const bool is_broken = broken >> (kBlockK / 4 * line + e) & 1;
-                ds[line][e] =
-                    !is_visible ? 0.f : is_broken ? __int_as_float(0x7fffffff) : ds[line][e];
+                ds[line][e] = !is_visible ? 0.f
+                              : is_broken ? __int_as_float(0x7fffffff)
+                                          : ds[line][e];
             }
         }
     }
@@ -121,13 +122,13 @@ SKL_DEVICE void store_queries(const BackwardParams& of, int head_dim, const Rows
         of.dq_rows.row_stride, rows.first_row, rows.range.num_queries, head_dim, dq, factor);
 }
 
-template <class Element, int kHeadDim1, int kHeadDim2, int kNumConsumers, int kBlockK,
-          int kNumStages, int kSteps1, int kSteps2, int kTurns, bool kLogitsFirst>
-__global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
+template <class Element, int kHeadDim1, int kHeadDim2, int kBlockK, int kNumStages, int kSteps1,
+          int kSteps2, bool kLogitsFirst>
+__global__ void __launch_bounds__(128 * 3, 1)
     backward_dq_both_sm90(const __grid_constant__ InputMaps maps,
                           const __grid_constant__ BothParams params) {
-    using Traits = BothTraits<kHeadDim1, kHeadDim2, kNumConsumers, kBlockK, kNumStages, kSteps1,
-                              kSteps2, false, kTurns, kLogitsFirst>;
+    using Traits = BothTraits<kHeadDim1, kHeadDim2, kBlockK, kNumStages, kSteps1, kSteps2,
+                              kLogitsFirst, false>;
     extern __shared__ __align__(1024) unsigned char smem_bytes[];
     BothSmem<Traits> smem(shared_address(smem_bytes));
 
@@ -167,10 +168,9 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
     const bool has_keys = first_of_group < range.num_queries && any.begin < any.end;
     const int group_begin = has_keys ? any.begin / kBlockK : tile_begin;
     const int group_end = has_keys ? ceil_div(any.end, kBlockK) : tile_begin;
-    QueryRowsOfBoth<Element, Traits, Range> rows{params, range,
-                                                 first_of_group + 16 * (warp_id() % 4),
-                                                 (group_begin - 1) * kBlockK,
-                                                 range.all_of(first_of_group, first_of_group + 63)};
+    QueryRowsOfBoth<Element, Traits, Range> rows{
+        params, range, first_of_group + 16 * (warp_id() % 4), (group_begin - 1) * kBlockK,
+        range.all_of(first_of_group, first_of_group + 63)};
     rows.load(batch_idx, head_idx);
     float dq1[2][kHeadDim1 / 4], dq2[2][kHeadDim2 / 4];
     sum_both<Element>(dq1, dq2, smem, rows, group_end - group_begin, group_begin - tile_begin,
@@ -189,6 +189,8 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
         row_factor1[line] = counts ? weight1 * (params.side1.gradient_scale / rows.factor1) : 0.f;
         row_factor2[line] = counts ? weight2 * (params.side2.gradient_scale / unit2) : 0.f;
     }
-    store_queries<Element>(params.side1, common.head_dim1, rows, batch_idx, head_idx, dq1, row_factor1);
-    store_queries<Element>(params.side2, common.head_dim2, rows, batch_idx, head_idx, dq2, row_factor2);
+    store_queries<Element>(params.side1, common.head_dim1, rows, batch_idx, head_idx, dq1,
+                           row_factor1);
+    store_queries<Element>(params.side2, common.head_dim2, rows, batch_idx, head_idx, dq2,
+                           row_factor2);
 }
