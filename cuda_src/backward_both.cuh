@@ -15,14 +15,11 @@
 #include "ptx/sync.cuh"
 #include "warpgroup.cuh"
 
-// Who takes turns with what: nobody, or two consumers with their products or their exponentials.
-enum TurnsOf { kNoTurns, kProducts, kExponentials };
-
-template <int kHeadDim1_, int kHeadDim2_, int kNumConsumers_, int kBlockCols_, int kNumStages_,
-          int kSteps1, int kSteps2, bool kStreamsQueries, int kTurns_, bool kLogitsFirst_>
+template <int kHeadDim1_, int kHeadDim2_, int kBlockCols_, int kNumStages_, int kSteps1,
+          int kSteps2, bool kLogitsFirst_, bool kStreamsQueries>
 struct BothTraits {
     static constexpr int kHeadDim1 = kHeadDim1_, kHeadDim2 = kHeadDim2_;
-    static constexpr int kNumConsumers = kNumConsumers_, kBlockRows = 64 * kNumConsumers;
+    static constexpr int kNumConsumers = 2, kBlockRows = 64 * kNumConsumers;
     static constexpr int kBlockCols = kBlockCols_, kNumStages = kNumStages_;
     static_assert(kNumStages >= 2, "a tile is still multiplied while the next one makes logits");
 
@@ -51,13 +48,14 @@ struct BothTraits {
     static constexpr int kWalkBytes = kStreamsQueries ? 32 : 0;
     static constexpr int kSmemBytes = kWalkOffset + kWalkBytes;
 
-    static constexpr int kTurns = kTurns_;
-    static constexpr bool kLogitsFirst = kLogitsFirst_;
+    static constexpr bool kLogitsFirst = kLogitsFirst_;  // see sum_both
+
+    // As in the one-sided pair: turns with whichever is faster, narrow tiles of keys without.
+    static constexpr bool kExponentialsInTurn = kStreamsQueries;
+    static constexpr bool kProductsInTurn = !kStreamsQueries && kBlockCols == 64;
 
     // Registers move from the producer to the consumers, out of those that the launch bounds give.
-    static_assert(kNumConsumers == 2 || kNumConsumers == 3, "no other block is dealt out");
-    static constexpr int kProducerRegisters = kNumConsumers == 3 ? 32 : 24;
-    static constexpr int kConsumerRegisters = kNumConsumers == 3 ? 160 : 240;
+    static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 };
 
 // The shared memory of a block, and where each role stands in its ring.
@@ -131,10 +129,11 @@ struct BothSmem {
 // them and after them the warpgroup lets tiles pass, and its turns with them, that only others work
 // on.
 //
-// The sums of both sides leave no registers for the logits of both sides beside the gradients of
-// the tile before. So the third products of that one come first, S1 behind them, and S2 as soon as
-// they are done: the matrix units have S1 to work on meanwhile. Work (the kernel's) knows where the
-// tiles lie and what a dS is:
+// Where the sums leave registers for the logits of both sides beside the gradients of the tile
+// before, the logits go first (kLogitsFirst) and the exponentials run under the third products of
+// that tile. Else those come first, S1 behind them, and S2 as soon as they are done: the matrix
+// units have S1 to work on meanwhile, and the other consumer's products under the exponentials.
+// Work (the kernel's) knows where the tiles lie and what a dS is:
 //
 //   next(smem)             the next tile is the one to work on
 //   is_border()            whether a row may not see all columns, the same for a warpgroup
@@ -163,12 +162,13 @@ SKL_DEVICE void sum_both(float (&sum1)[2][Traits::kHeadDim1 / 4],
     clear(sum2);
     const Turns turns = {1 + Traits::kNumConsumers, consumer};
     const int num_turns = skipped_before + num_tiles + skipped_after;
-    if (Traits::kTurns != kNoTurns && num_turns > 0) turns.start();
+    constexpr bool kHasTurns = Traits::kExponentialsInTurn || Traits::kProductsInTurn;
+    if (kHasTurns && num_turns > 0) turns.start();
     const auto skip_tiles = [&](int first_turn, int num_skipped) {
         SKL_NO_UNROLL
         for (int turn = first_turn; turn < first_turn + num_skipped; ++turn) {
             smem.skip_tile();
-            if constexpr (Traits::kTurns != kNoTurns) {
+            if constexpr (kHasTurns) {
                 turns.begin();
                 turns.end(turn + 1 < num_turns);
             }
@@ -181,7 +181,7 @@ SKL_DEVICE void sum_both(float (&sum1)[2][Traits::kHeadDim1 / 4],
         const bool is_followed = skipped_before + i + 1 < num_turns;
         if constexpr (Traits::kLogitsFirst) {
             smem.ring.consumer_wait();
-            if constexpr (Traits::kTurns == kProducts) turns.begin();
+            if constexpr (Traits::kProductsInTurn) turns.begin();
             wgmma_fence();
             rows1.template multiply<Element, kCols>(s1, smem.tile1());
             rows2.template multiply<Element, kCols>(s2, smem.tile2());
@@ -192,7 +192,7 @@ SKL_DEVICE void sum_both(float (&sum1)[2][Traits::kHeadDim1 / 4],
             wgmma_wait<1>();
         } else {
             // The third products of the last tile, then S of this one.
-            if constexpr (Traits::kTurns == kProducts) turns.begin();
+            if constexpr (Traits::kProductsInTurn) turns.begin();
             wgmma_fence();
             add_panels<Element, kDim1>(sum1, ds1, operand1);
             add_panels<Element, kDim2>(sum2, ds2, operand2);
@@ -210,16 +210,16 @@ SKL_DEVICE void sum_both(float (&sum1)[2][Traits::kHeadDim1 / 4],
             wgmma_commit();
             wgmma_wait<0>();
         }
-        if constexpr (Traits::kTurns == kProducts) turns.end(is_followed);
+        if constexpr (Traits::kProductsInTurn) turns.end(is_followed);
         pin_all(s1);
         pin_all(s2);
 
         // dS of this tile.
         const bool is_border = work.is_border();
         if (is_border) work.note(s1, s2);
-        if constexpr (Traits::kTurns == kExponentials) turns.begin();
+        if constexpr (Traits::kExponentialsInTurn) turns.begin();
         work.gradients(s1, s2);
-        if constexpr (Traits::kTurns == kExponentials) {
+        if constexpr (Traits::kExponentialsInTurn) {
             pin_all(s1);  // above the end of the turn
             pin_all(s2);
             turns.end(is_followed);

@@ -3,9 +3,9 @@
 //   dk_t,j = scale_t sum_i dkl_i ds_t,ij q_t,i         t = 1, 2, i over every query of every head
 //   that shares the key head
 //
-// Both sides have the same groups of heads. Grid: one block per (batch, key head, block of 64
-// kNumConsumers keys). Warpgroup 0 produces: one thread asks the copy engine for tiles. Each
-// further warpgroup consumes: it owns 64 keys.
+// Both sides have the same groups of heads. Grid: one block per (batch, key head, block of 128
+// keys). Warpgroup 0 produces: one thread asks the copy engine for tiles. Each further warpgroup
+// consumes: it owns 64 keys.
 //
 //   1. K1 and K2 are fetched; the first steps of each become operands in registers.
 //   2. Tiles of Q1 and Q2 run through a ring, head after head; with them the statistics of their
@@ -112,13 +112,13 @@ SKL_DEVICE void store_keys(const BackwardParams& of, int head_dim, const Walk& w
         of.dk_rows.row_stride, first_row, of.range.num_keys, head_dim, dk, factors);
 }
 
-template <class Element, int kHeadDim1, int kHeadDim2, int kNumConsumers, int kBlockQ,
-          int kNumStages, int kSteps1, int kSteps2, int kTurns, bool kLogitsFirst>
-__global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
+template <class Element, int kHeadDim1, int kHeadDim2, int kBlockQ, int kNumStages, int kSteps1,
+          int kSteps2, bool kLogitsFirst>
+__global__ void __launch_bounds__(128 * 3, 1)
     backward_dk_both_sm90(const __grid_constant__ InputMaps maps,
                           const __grid_constant__ BothParams params) {
-    using Traits = BothTraits<kHeadDim1, kHeadDim2, kNumConsumers, kBlockQ, kNumStages, kSteps1,
-                              kSteps2, true, kTurns, kLogitsFirst>;
+    using Traits =
+        BothTraits<kHeadDim1, kHeadDim2, kBlockQ, kNumStages, kSteps1, kSteps2, kLogitsFirst, true>;
     extern __shared__ __align__(1024) unsigned char smem_bytes[];
     BothSmem<Traits> smem(shared_address(smem_bytes));
 

@@ -2,7 +2,7 @@
 //
 //   dq_t,i = scale_t dkl_i sum_j ds_t,ij k_t,j         t = 1, 2, ds as in row_statistics.cuh
 //
-// Grid: one block per (batch, head, block of 64 kNumConsumers queries), heavy blocks of a head
+// Grid: one block per (batch, head, block of 128 queries), heavy blocks of a head
 // first. Warpgroup 0 produces: one thread asks the copy engine for tiles. Each further warpgroup
 // consumes: it owns 64 query rows.
 //
@@ -122,13 +122,13 @@ SKL_DEVICE void store_queries(const BackwardParams& of, int head_dim, const Rows
         of.dq_rows.row_stride, rows.first_row, rows.range.num_queries, head_dim, dq, factor);
 }
 
-template <class Element, int kHeadDim1, int kHeadDim2, int kNumConsumers, int kBlockK,
-          int kNumStages, int kSteps1, int kSteps2, int kTurns, bool kLogitsFirst>
-__global__ void __launch_bounds__(128 * (kNumConsumers + 1), 1)
+template <class Element, int kHeadDim1, int kHeadDim2, int kBlockK, int kNumStages, int kSteps1,
+          int kSteps2, bool kLogitsFirst>
+__global__ void __launch_bounds__(128 * 3, 1)
     backward_dq_both_sm90(const __grid_constant__ InputMaps maps,
                           const __grid_constant__ BothParams params) {
-    using Traits = BothTraits<kHeadDim1, kHeadDim2, kNumConsumers, kBlockK, kNumStages, kSteps1,
-                              kSteps2, false, kTurns, kLogitsFirst>;
+    using Traits = BothTraits<kHeadDim1, kHeadDim2, kBlockK, kNumStages, kSteps1, kSteps2,
+                              kLogitsFirst, false>;
     extern __shared__ __align__(1024) unsigned char smem_bytes[];
     BothSmem<Traits> smem(shared_address(smem_bytes));
 

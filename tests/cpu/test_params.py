@@ -451,7 +451,10 @@ def test_one_pass_for_both_sides_has_the_parameters_of_both(driver: Driver, dtyp
                 "num_blocks": num_blocks,
                 "gradient_scale": pytest.approx(0.11 if side == 1 else -0.23, rel=1e-7),
             }
-        box_q, box_k = (128, 64) if rows_of == "q" else (64, 128)
+        kernel = chosen.both.dq if rows_of == "q" else chosen.both.dk
+        assert kernel is not None
+        assert kernel.boxes is not None
+        box_q, box_k = kernel.boxes
         assert [(one["pointer"], one["box"]) for one in step.maps] == [
             (POINTERS["q1"], box_q),
             (POINTERS["k1"], box_k),

@@ -1530,8 +1530,8 @@ def test_one_pass_for_both_sides(problem: Problem, wrt: tuple[str, ...]) -> None
         if kernel is None:
             continue
         cut = arguments(kernel)
-        rows, cols = 64 * cut["kNumConsumers"], cut.get("kBlockK", cut.get("kBlockQ"))
-        assert kernel.block == 128 * (cut["kNumConsumers"] + 1)
+        rows, cols = 128, cut.get("kBlockK", cut.get("kBlockQ"))
+        assert kernel.block == 384
         assert kernel.boxes == ((rows, cols) if "kBlockK" in cut else (cols, rows))
         assert num_blocks == ceil_div(num_rows, rows)
         assert kernel.grid == problem.batch * heads * num_blocks
@@ -1558,8 +1558,34 @@ def test_both_sides_stay_apart_where_that_is_asked_for() -> None:
     tile = plan.PairWarpgroupTile(2, 32, 2, 2, 1, 2)
     with plan.override(backward_tiles={"backward_dq_sm90": tile}):
         assert kernels(deterministic=True) == 2 * pair
-    with plan.override(both=True):
-        assert kernels() == list(plan.BOTH_KERNELS)
+    with plan.override(strategy="fused"):
+        assert kernels() == 2 * ["backward_fused_sm90", "backward_finish"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrt", "has_both"),
+    [
+        ({}, INPUTS, True),
+        ({}, ("q1", "k1", "k2"), True),
+        ({}, ("q1", "k2"), False),
+        # Six blocks of queries, and keys enough to fill the card.
+        ({"num_queries": 384}, INPUTS, False),
+        ({"num_queries": 384}, ("k1", "k2"), True),
+        # Few queries have a kernel of their own.
+        ({"num_queries": 16}, INPUTS, False),
+        # dK would have to be separate: ten products in the place of eight.
+        ({"num_heads": 4, "num_key_heads1": 2, "num_key_heads2": 4}, INPUTS, False),
+    ],
+)
+def test_one_pass_for_both_sides_by_default(
+    changes: dict[str, Any], wrt: tuple[str, ...], has_both: bool
+) -> None:
+    heads = dict.fromkeys(("num_heads", "num_key_heads1", "num_key_heads2"), 2)
+    problem = hopper_problem(batch=1, num_keys=16384, **{"num_queries": 16384} | heads | changes)
+    assert (plan.backward(problem, HOPPER, wrt).both is not None) == has_both
+    with plan.override(both=not has_both):
+        other = plan.backward(problem, HOPPER, wrt)
+    assert (other.both is not None) == (not has_both and wrt != ("q1", "k2"))
 
 
 @pytest.mark.parametrize(
@@ -1582,7 +1608,7 @@ def test_a_kernel_of_both_sides_that_cannot_run_says_why(
 
 @pytest.mark.parametrize("kernel", plan.BOTH_KERNELS)
 def test_override_of_the_tile_of_both_sides(kernel: str) -> None:
-    tile = plan.BothWarpgroupTile(2, 48, 3, 1, 2)
+    tile = plan.BothWarpgroupTile(32, 3, 1, 2, logits_first=False)
     assert tile not in plan.tile_candidates(kernel, hopper_problem(), HOPPER)
     with plan.override(backward_tiles={kernel: tile}):
         chosen = plan.backward(hopper_problem(), HOPPER, INPUTS, deterministic=True)
@@ -1604,12 +1630,11 @@ def both_layout_source(kernels: Sequence[plan.Specialisation]) -> str:
         re.sub(r"template <int kRows>.*", "};", panel, flags=re.DOTALL),
         f"template <int kNumStages> struct Ring {{ static constexpr int kBytes = {ring}; }};",
         "template <int, int, int> struct PanelMixed;",
-        braces(read["backward_both.cuh"], "enum TurnsOf"),
         braces(read["backward_both.cuh"], "struct BothTraits"),
     ]
     rows = []
     for name, template in kernels:
-        values = [str(value) for _, value in template[1:]]
+        values = [str(value).lower() for _, value in template[1:]]
         values.append("true" if name == "backward_dk_both_sm90" else "false")
         traits = f"BothTraits<{', '.join(values)}>"
         rows.append(
@@ -1632,7 +1657,8 @@ def test_shared_memory_of_both_sides(tmp_path: Path) -> None:
     )
     for (name, template), (total, *offsets) in zip(kernels, layouts, strict=True):
         cut = dict(template)
-        tile = plan.BothWarpgroupTile(*(int(value) for _, value in template[3:]))
+        sizes = (int(value) for _, value in template[3:-1])
+        tile = plan.BothWarpgroupTile(*sizes, logits_first=bool(cut["kLogitsFirst"]))
         planned = tile.shared_memory(name, int(cut["kHeadDim1"]), int(cut["kHeadDim2"]))
         assert planned == total, jit.render(name, template)
         assert all(offset % 1024 == 0 for offset in offsets)
