@@ -13,9 +13,11 @@ from streamkl_cupy.problem import INPUTS
 from tests.gpu.card import (
     STATE,
     Cupy,
+    Expected,
     backward_plan,
     forward_plan,
     random_inputs,
+    run,
     upload,
     upload_all,
 )
@@ -232,3 +234,56 @@ def test_decoding_is_split(rng: np.random.Generator, cupy_library: Cupy) -> None
     options = {"max_seqlen_q": 1, "max_seqlen_k": 10500}
     results = run_ragged(cupy_library, inputs, options, lengths_of(ends), wrt=())
     ExpectedParts(inputs, parts_of(ends), {}, ()).check(results)
+
+
+@pytest.mark.parametrize("wrt", [("q2",), ("k1",), ("q1", "q2"), ("k1", "k2"), ("q1", "k2")])
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_subsets(
+    wrt: tuple[str, ...], generation: str, rng: np.random.Generator, cupy_library: Cupy
+) -> None:
+    ends, options = ENDS["gaps"], {"causal": True}
+    inputs, parts = packed_inputs(rng, ends, heads=4, key_heads1=2), parts_of(ends)
+    force, lengths = GENERATIONS[generation], lengths_of(ends)
+    poisoned = poison(inputs, parts, np.nan)
+    expected = ExpectedParts(inputs, parts, options, wrt)
+    for strategy in ("fused", "separate"):
+        results = run_ragged(
+            cupy_library, poisoned, options, lengths, force, strategy=strategy, wrt=wrt
+        )
+        expected.check(results)
+
+
+@pytest.mark.parametrize("length", [1, 3, 70])
+def test_many_sequences(length: int, rng: np.random.Generator, cupy_library: Cupy) -> None:
+    num_sequences = 12_000 // length
+    shape = {"heads": 2, "num_queries": length, "num_keys": length, "head_dim1": 32}
+    batch = random_inputs(rng, batch=num_sequences, **shape)
+    # One behind the other: (B, H, N, ...) becomes (1, H, B N, ...).
+    whole = {
+        name: np.ascontiguousarray(x.swapaxes(0, 1)).reshape(1, 2, -1, *x.shape[3:])
+        for name, x in batch.items()
+    }
+    ends = tuple(range(0, num_sequences * length + 1, length))
+    options = {"causal": True, "max_seqlen_q": length, "max_seqlen_k": length}
+    lengths = {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    results = run_ragged(cupy_library, whole, options, lengths)
+    ours = {
+        name: x.reshape(2, num_sequences, length, *x.shape[3:]).swapaxes(0, 1)
+        for name, x in results.items()
+    }
+    Expected(batch, {"causal": True}).check(ours)
+
+
+def test_keys_expanded_over_heads(rng: np.random.Generator, cupy_library: Cupy) -> None:
+    ends = ENDS["mixed"]
+    inputs = packed_inputs(rng, ends, heads=4, key_heads1=1, key_heads2=1)
+    packed = {name: to_packed(name, x) for name, x in inputs.items()}
+    shared = {n: packed[n] for n in ("k1", "k2")}
+    expanded = {n: np.broadcast_to(x, (len(x), 4, x.shape[2])) for n, x in shared.items()}
+    arrays = upload_all(cupy_library, packed | expanded)
+    lengths = {n: np.array(x, np.int32) for n, x in lengths_of(ends).items()}
+    results = run(
+        cupy_library, arrays, upload_all(cupy_library, lengths) | {"causal": True}, wrt=("q1", "q2")
+    )
+    ours = {name: from_packed(x) for name, x in results.items()}
+    ExpectedParts(inputs, parts_of(ends), {"causal": True}, ("q1", "q2")).check(ours)
