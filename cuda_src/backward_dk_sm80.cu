@@ -27,10 +27,12 @@ template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kRowTiles,
           int kBlockQ, int kChunkQ, int kNumStages, bool kIsAligned, bool kIsWindow>
 __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     backward_dk_sm80(const BackwardParams params) {
+    // Units of 16 bits in a row.
+    constexpr int kUnits1 = kUnits<Element> * kHeadDim1, kUnits2 = kUnits<Element> * kHeadDim2;
     using Tile =
-        BackwardTile<kSide, kHeadDim1, kHeadDim2, kRowTiles, kNumWarps, kBlockQ, kNumStages>;
-    using Block = KeyBlock<Tile, kSide, kHeadDim1, kHeadDim2, kBlockQ, kIsAligned>;
-    constexpr int kLines = 2 * kRowTiles, kHeadDim = Tile::kHeadDim;
+        BackwardTile<kSide, kUnits1, kUnits2, kRowTiles, kNumWarps, kBlockQ, kNumStages>;
+    using Block = KeyBlock<Element, Tile, kSide, kUnits1, kUnits2, kBlockQ, kIsAligned>;
+    constexpr int kLines = 2 * kRowTiles, kHeadDim = kSide == 1 ? kHeadDim1 : kHeadDim2;
     extern __shared__ __align__(128) unsigned char smem[];
     const uint32 sK1 = shared_address(smem), sK2 = sK1 + Tile::kStationary1Bytes;
     const uint32 sRing = sK1 + Tile::kStationaryBytes;
@@ -45,10 +47,10 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     block.template load_keys<1>(params, sK1, block.head_begin);
     block.template load_keys<2>(params, sK2, block.head_begin);
     cp_async_commit();
-    StationaryShared<kHeadDim1, kRowTiles> keys1;
-    StationaryShared<kHeadDim2, kRowTiles> keys2;
-    keys1.load(sK1 + warp_id() * Tile::kRowsPerWarp * kHeadDim1 * 2);
-    keys2.load(sK2 + warp_id() * Tile::kRowsPerWarp * kHeadDim2 * 2);
+    StationaryShared<kUnits1, kRowTiles> keys1;
+    StationaryShared<kUnits2, kRowTiles> keys2;
+    keys1.load(sK1 + warp_id() * Tile::kRowsPerWarp * kUnits1 * 2);
+    keys2.load(sK2 + warp_id() * Tile::kRowsPerWarp * kUnits2 * 2);
 
     // 2. The ring of query tiles.
     QueryTile tile_to_load = block.first_tile();
@@ -57,9 +59,9 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
         block.load_queries(params, tile_to_load, sRing + stage * Block::kStageBytes);
     }
 
-    const LaneOffset<kHeadDim1> lane1 = lane_offset_b<kHeadDim1>();
-    const LaneOffset<kHeadDim2> lane2 = lane_offset_b<kHeadDim2>();
-    const LaneOffset<kHeadDim> lane_of_product = lane_offset_a<kHeadDim>();
+    const LaneOffset<kUnits1> lane1 = lane_offset_b<kUnits1>();
+    const LaneOffset<kUnits2> lane2 = lane_offset_b<kUnits2>();
+    const auto lane_of_product = lane_of_summed<Element, kHeadDim>();
     float factor = call_factor<Element>(params.max_dkl);
     float dk[kLines][kHeadDim / 4];
     clear(dk);
@@ -93,10 +95,10 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
                 continue;
             // 3. The logits.
             float s1[kLines][kChunkQ / 4], s2[kLines][kChunkQ / 4];
-            compute_scores<Element, kHeadDim1, kRowTiles, kChunkQ>(
-                s1, keys1, sQ1 + chunk * kHeadDim1 * 2, lane1);
-            compute_scores<Element, kHeadDim2, kRowTiles, kChunkQ>(
-                s2, keys2, sQ2 + chunk * kHeadDim2 * 2, lane2);
+            compute_scores<Element, kUnits1, kRowTiles, kChunkQ>(
+                s1, keys1, sQ1 + chunk * kUnits1 * 2, lane1);
+            compute_scores<Element, kUnits2, kRowTiles, kChunkQ>(
+                s2, keys2, sQ2 + chunk * kUnits2 * 2, lane2);
             // 4. Their gradients, written over the logits of the other side.
             auto& ds = kSide == 1 ? s2 : s1;
             transposed_gradients<kSide>(ds, s1, s2, rows, chunk, params, factor);
@@ -107,7 +109,7 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
             }
             if constexpr (kNeedsRunningFactor<Element, kSide>) fit_to_fp16(ds, dk, factor);
             // 5. dK.
-            const uint32 sQ = (kSide == 1 ? sQ1 : sQ2) + chunk * kHeadDim * 2;
+            const uint32 sQ = (kSide == 1 ? sQ1 : sQ2) + chunk * kUnits<Element> * kHeadDim * 2;
             if (__any_sync(~0u, leaks)) {
                 add_product<Element, kHeadDim, kRowTiles, kChunkQ, true>(dk, ds, sQ,
                                                                          lane_of_product);
@@ -121,5 +123,5 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     cp_async_wait<0>();
 
     // 6. The keys' rows.
-    block.template store_keys<Element>(params, first_key, dk, factor);
+    block.store_keys(params, first_key, dk, factor);
 }

@@ -24,9 +24,11 @@ template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kRowTiles,
           int kBlockK, int kChunkK, int kNumStages, bool kIsAligned, bool kIsWindow>
 __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     backward_dq_sm80(const BackwardParams params) {
+    // Units of 16 bits in a row.
+    constexpr int kUnits1 = kUnits<Element> * kHeadDim1, kUnits2 = kUnits<Element> * kHeadDim2;
     using Tile =
-        BackwardTile<kSide, kHeadDim1, kHeadDim2, kRowTiles, kNumWarps, kBlockK, kNumStages>;
-    constexpr int kLines = 2 * kRowTiles, kHeadDim = Tile::kHeadDim;
+        BackwardTile<kSide, kUnits1, kUnits2, kRowTiles, kNumWarps, kBlockK, kNumStages>;
+    constexpr int kLines = 2 * kRowTiles, kHeadDim = kSide == 1 ? kHeadDim1 : kHeadDim2;
     constexpr int kRowsOffset = Tile::kStationaryBytes + kNumStages * Tile::kStageBytes;
     extern __shared__ __align__(128) unsigned char smem[];
     const uint32 sQ1 = shared_address(smem), sQ2 = sQ1 + Tile::kStationary1Bytes;
@@ -42,22 +44,22 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
 
     // 1. The queries and their statistics.
     const RowsOfHead gQ1 =
-        rows_of_head(params.q1, batch_idx, head_idx, range.num_queries, params.head_dim1);
+        rows_of_head<Element>(params.q1, batch_idx, head_idx, range.num_queries, params.head_dim1);
     const RowsOfHead gQ2 =
-        rows_of_head(params.q2, batch_idx, head_idx, range.num_queries, params.head_dim2);
-    const RowsOfHead gK1 = rows_of_head(params.k1, batch_idx, head_idx / params.group1,
+        rows_of_head<Element>(params.q2, batch_idx, head_idx, range.num_queries, params.head_dim2);
+    const RowsOfHead gK1 = rows_of_head<Element>(params.k1, batch_idx, head_idx / params.group1,
                                         range.num_keys, params.head_dim1);
-    const RowsOfHead gK2 = rows_of_head(params.k2, batch_idx, head_idx / params.group2,
+    const RowsOfHead gK2 = rows_of_head<Element>(params.k2, batch_idx, head_idx / params.group2,
                                         range.num_keys, params.head_dim2);
-    load_tile<Tile::kBlockRows, kHeadDim1, Tile::kNumThreads, kIsAligned>(sQ1, gQ1, first_query);
-    load_tile<Tile::kBlockRows, kHeadDim2, Tile::kNumThreads, kIsAligned>(sQ2, gQ2, first_query);
+    load_tile<Tile::kBlockRows, kUnits1, Tile::kNumThreads, kIsAligned>(sQ1, gQ1, first_query);
+    load_tile<Tile::kBlockRows, kUnits2, Tile::kNumThreads, kIsAligned>(sQ2, gQ2, first_query);
     load_rows<Tile::kBlockRows>(sQ1 + kRowsOffset, params, batch_idx, head_idx, first_query);
     cp_async_commit();
     const auto& rows = *reinterpret_cast<const RowsOfTile<Tile::kBlockRows>*>(smem + kRowsOffset);
-    StationaryShared<kHeadDim1, kRowTiles> queries1;
-    StationaryShared<kHeadDim2, kRowTiles> queries2;
-    queries1.load(sQ1 + warp_id() * Tile::kRowsPerWarp * kHeadDim1 * 2);
-    queries2.load(sQ2 + warp_id() * Tile::kRowsPerWarp * kHeadDim2 * 2);
+    StationaryShared<kUnits1, kRowTiles> queries1;
+    StationaryShared<kUnits2, kRowTiles> queries2;
+    queries1.load(sQ1 + warp_id() * Tile::kRowsPerWarp * kUnits1 * 2);
+    queries2.load(sQ2 + warp_id() * Tile::kRowsPerWarp * kUnits2 * 2);
 
     // 2. The ring of key tiles.
     const auto [tile_begin, tile_end] =
@@ -65,8 +67,8 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     const auto load_stage = [&, end = tile_end](int tile, int stage) {
         if (tile < end) {
             const uint32 sK1 = sRing + stage * Tile::kStageBytes;
-            load_tile<kBlockK, kHeadDim1, Tile::kNumThreads, kIsAligned>(sK1, gK1, tile * kBlockK);
-            load_tile<kBlockK, kHeadDim2, Tile::kNumThreads, kIsAligned>(
+            load_tile<kBlockK, kUnits1, Tile::kNumThreads, kIsAligned>(sK1, gK1, tile * kBlockK);
+            load_tile<kBlockK, kUnits2, Tile::kNumThreads, kIsAligned>(
                 sK1 + Tile::kStreamed1Bytes, gK2, tile * kBlockK);
         }
         cp_async_commit();  // empty at the end, so that the count of pending groups stays the same
@@ -76,12 +78,12 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
 
     const Interval any = range.any_of(first_row, first_row + Tile::kRowsPerWarp - 1);
     const Interval all = range.all_of(first_row, first_row + Tile::kRowsPerWarp - 1);
-    const LaneOffset<kHeadDim1> lane1 = lane_offset_b<kHeadDim1>();
-    const LaneOffset<kHeadDim2> lane2 = lane_offset_b<kHeadDim2>();
-    const LaneOffset<kHeadDim> lane_of_product = lane_offset_a<kHeadDim>();
+    const LaneOffset<kUnits1> lane1 = lane_offset_b<kUnits1>();
+    const LaneOffset<kUnits2> lane2 = lane_offset_b<kUnits2>();
+    const auto lane_of_product = lane_of_summed<Element, kHeadDim>();
     float dq[kLines][kHeadDim / 4];
     clear(dq);
-    float factor = is_same<Element, bf16> ? 1.f : kFp16Limit;  // |ds2| is at most 1
+    float factor = is_same<Element, fp16> ? kFp16Limit : 1.f;  // |ds2| is at most 1
 
     int stage = 0;
     SKL_NO_UNROLL
@@ -99,10 +101,10 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
                 continue;
             // 3. The logits.
             float s1[kLines][kChunkK / 4], s2[kLines][kChunkK / 4];
-            compute_scores<Element, kHeadDim1, kRowTiles, kChunkK>(
-                s1, queries1, sK1 + chunk * kHeadDim1 * 2, lane1);
-            compute_scores<Element, kHeadDim2, kRowTiles, kChunkK>(
-                s2, queries2, sK2 + chunk * kHeadDim2 * 2, lane2);
+            compute_scores<Element, kUnits1, kRowTiles, kChunkK>(
+                s1, queries1, sK1 + chunk * kUnits1 * 2, lane1);
+            compute_scores<Element, kUnits2, kRowTiles, kChunkK>(
+                s2, queries2, sK2 + chunk * kUnits2 * 2, lane2);
             // 4. Their gradients, written over the logits of the other side.
             auto& trained = kSide == 1 ? s1 : s2;
             auto& ds = kSide == 1 ? s2 : s1;
@@ -123,7 +125,7 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
             if constexpr (is_same<Element, fp16>) multiply(ds, factor);
             if constexpr (kNeedsRunningFactor<Element, kSide>) fit_to_fp16(ds, dq, factor);
             // 5. dQ.
-            const uint32 sK = (kSide == 1 ? sK1 : sK2) + chunk * kHeadDim * 2;
+            const uint32 sK = (kSide == 1 ? sK1 : sK2) + chunk * kUnits<Element> * kHeadDim * 2;
             if (__any_sync(~0u, leaks)) {
                 add_product<Element, kHeadDim, kRowTiles, kChunkK, true>(dq, ds, sK,
                                                                          lane_of_product);
