@@ -43,6 +43,7 @@ from streamkl_cupy.problem import (
     check_options,
     check_output,
     check_parts,
+    check_precision,
     check_rows,
     check_strategy,
     check_window,
@@ -91,6 +92,7 @@ def attention_kl(
     scale1: float | None = ...,
     scale2: float | None = ...,
     layout: str = ...,
+    precision: str | None = ...,
     lse1: ArrayT | None = ...,
     lse2: ArrayT | None = ...,
     return_state: Literal[False] = ...,
@@ -110,6 +112,7 @@ def attention_kl(
     scale1: float | None = ...,
     scale2: float | None = ...,
     layout: str = ...,
+    precision: str | None = ...,
     lse1: SupportsDLPack | None = ...,
     lse2: SupportsDLPack | None = ...,
     return_state: Literal[True],
@@ -129,6 +132,7 @@ def attention_kl(
     scale1: float | None = ...,
     scale2: float | None = ...,
     layout: str = ...,
+    precision: str | None = ...,
     return_state: bool = ...,
     return_entropy: Literal[True],
     out: KLState | None = ...,
@@ -145,6 +149,7 @@ def attention_kl(
     scale1: float | None = None,
     scale2: float | None = None,
     layout: str = "bhnd",
+    precision: str | None = None,
     lse1: Any = None,
     lse2: Any = None,
     return_state: bool = False,
@@ -163,8 +168,8 @@ def attention_kl(
         teacher. ``HK1`` divides ``H``; query head h uses key head ``h // (H // HK1)``.
     q2, k2
         The same of P2, usually the student: ``(B, H, N_Q, D2)`` and ``(B, HK2, N_K, D2)``.
-        The four are arrays of one library, one device and one dtype: bfloat16 or float16 on a
-        GPU, with D1 and D2 multiples of 8 from 8 to 256; on the CPU also float32 and float64,
+        The four are arrays of one library, one device and one dtype: bfloat16, float16 or
+        float32 on a GPU, with D1 and D2 multiples of 8 from 8 to 256; on the CPU also float64,
         and any D. Any view goes in without a copy if its last stride is 1. Ranks 3
         ``(B * H, N, D)`` and 2 ``(N, D)`` are accepted.
     causal
@@ -183,6 +188,11 @@ def attention_kl(
         Factors of the logits, any finite number; by default ``D_t ** -0.5``.
     layout
         ``"bhnd"`` as above, or ``"bnhd"``, which swaps heads and length at rank 4.
+    precision
+        How float32 inputs are multiplied on a GPU: ``"float32"``, the default, to the accuracy of
+        float32, or ``"tf32"``, which rounds them to 11 significant bits, about three digits of the
+        logits, and is faster. No setting of torch or JAX changes it. No matter on the CPU; inputs
+        that are not float32 take None alone.
     lse1, lse2
         Log-sum-exps to divide by instead of those over the keys of this call, one or both: of a
         softmax that also covers keys that are not here, such as sinks or another shard. One value
@@ -267,7 +277,8 @@ def attention_kl(
     outputs = {} if out is None else _take_state_outputs(out, returns_state, inputs, names, given)
 
     # Describe.
-    problem = _describe(inputs.keys, mask, scale1, scale2, layout)
+    precision = check_precision(precision, inputs.keys[0][2])
+    problem = _describe(inputs.keys, mask, scale1, scale2, layout, precision)
     shape, _, _, index, _ = inputs.keys[0]
     row_dtype = "float64" if index == CPU else "float32"
     results = dict.fromkeys(names if returns_state else names[:1], (shape[:-1], row_dtype))
@@ -331,6 +342,7 @@ def attention_kl_backward(
     scale1: float | None = None,
     scale2: float | None = None,
     layout: str = "bhnd",
+    precision: str | None = None,
     strategy: str = "auto",
     deterministic: bool = False,
     out: Sequence[ArrayT] | None = None,
@@ -342,7 +354,7 @@ def attention_kl_backward(
     dkl
         Upstream gradient in the shape of kl, of any strides from 0 up: float32 on a GPU, any
         float dtype on the CPU.
-    q1, k1, q2, k2, causal, window, q_offset, scale1, scale2, layout
+    q1, k1, q2, k2, causal, window, q_offset, scale1, scale2, layout, precision
         As given to `attention_kl`.
     state
         Its result with ``return_state=True``, or one of `KLState.from_lse`.
@@ -351,7 +363,8 @@ def attention_kl_backward(
         not computed.
     strategy
         ``"fused"`` computes the gradients of a side together, ``"separate"`` one by one;
-        ``"auto"`` takes what is faster. No matter on the CPU.
+        ``"auto"`` takes what is faster. No matter on the CPU. float32 inputs on a GPU have no
+        ``"fused"``.
     deterministic
         Make two runs agree bit for bit, which excludes ``"fused"``.
     out
@@ -401,7 +414,8 @@ def attention_kl_backward(
     outputs = {} if out is None else _take_gradient_outputs(out, wrt, inputs)
 
     # Describe.
-    problem = _describe(inputs.keys, mask, scale1, scale2, layout)
+    precision = check_precision(precision, inputs.keys[0][2])
+    problem = _describe(inputs.keys, mask, scale1, scale2, layout, precision)
     shape, _, dtype, index, _ = inputs.keys[0]
     dkl_strides = _describe_rows(problem, shape[:-1], index, names, rows.keys)
     shapes = dict(zip(INPUTS, inputs.keys, strict=True))
@@ -563,6 +577,7 @@ def warmup(
     head_dim2: int = 128,
     dtype: str = "bfloat16",
     *,
+    precision: str | None = None,
     wrt: Sequence[str] = ("q2", "k2"),
     backward: bool = True,
     unaligned: bool = False,
@@ -582,7 +597,9 @@ def warmup(
     head_dim1, head_dim2
         Head dimensions of the two sides.
     dtype
-        ``"bfloat16"`` or ``"float16"``.
+        ``"bfloat16"``, ``"float16"`` or ``"float32"``.
+    precision
+        Of float32 inputs, as `attention_kl` takes it.
     wrt
         The gradients that will be asked for, as `attention_kl_backward` takes it.
     backward
@@ -627,7 +644,9 @@ def warmup(
     check_head_dim("head_dim2", head_dim2)
     if dtype not in GPU_DTYPES:
         remedy = "name the dtype of the inputs"
-        raise ValueError(message("dtype", '"bfloat16" or "float16"', repr(dtype), remedy))
+        expected = '"bfloat16", "float16" or "float32"'
+        raise ValueError(message("dtype", expected, repr(dtype), remedy))
+    arithmetic = check_precision(precision, dtype) or dtype
     if device is not None and arch is not None:
         remedy = "leave out device to build for an arch, or arch to load on a device"
         raise ValueError(message("arch", "None together with device", repr(arch), remedy))
@@ -647,15 +666,16 @@ def warmup(
 
     force = env.force()
     plans: list[plan.ForwardPlan | plan.BackwardPlan] = []
-    for problem in _warmup_problems(head_dim1, head_dim2, dtype, unaligned, windowed):
+    strategies = [s for s in STRATEGIES if s != "fused" or arithmetic not in plan.WIDE]
+    for problem in _warmup_problems(head_dim1, head_dim2, dtype, precision, unaligned, windowed):
         for has_entropy in (False, True)[: 1 + entropy]:
             plans.append(plan.forward(problem, facts, force=force, has_entropy=has_entropy))
-        for strategy in STRATEGIES if backward else ():
+        for strategy in strategies if backward else ():
             plans.append(plan.backward(problem, facts, wrt, strategy=strategy, force=force))
     dims = plan.bucket(head_dim1), plan.bucket(head_dim2)
     for one in facts.tuned:
         of, problem = one.problem_class, choices.problem_of(one)
-        if (of.dtype, of.head_dim1, of.head_dim2) != (dtype, *dims):
+        if (of.dtype, of.head_dim1, of.head_dim2) != (arithmetic, *dims):
             continue
         if not of.wrt:
             plans.append(plan.forward(problem, facts, force=force))
@@ -673,7 +693,7 @@ def warmup(
         (True, False)[: 1 + unaligned], (False, True)[: 1 + windowed], (False, True)[: 1 + entropy]
     ):
         for kernel, template, shared_memory in plan.forward_kernels(
-            dtype, *dims, aligned, is_window, facts, has_entropy
+            arithmetic, *dims, aligned, is_window, facts, has_entropy
         ):
             kernels.setdefault((kernel, template), shared_memory)
 
@@ -874,9 +894,10 @@ def _describe(
     scale1: float | None,
     scale2: float | None,
     layout: str,
+    precision: str | None,
 ) -> Problem:
     operands = map(interop.operand_of, INPUTS, keys)
-    return describe(*operands, **_options(mask, scale1, scale2, layout))
+    return describe(*operands, **_options(mask, scale1, scale2, layout), precision=precision)
 
 
 def _options(mask: Mask, scale1: float | None, scale2: float | None, layout: str) -> dict[str, Any]:
@@ -1153,7 +1174,12 @@ def _rest(exact: Any, stored: Any) -> Any:
 
 
 def _warmup_problems(
-    head_dim1: int, head_dim2: int, dtype: str, unaligned: bool, windowed: bool
+    head_dim1: int,
+    head_dim2: int,
+    dtype: str,
+    precision: str | None,
+    unaligned: bool,
+    windowed: bool,
 ) -> list[Problem]:
     """One problem for each kind of plan that these head dimensions can have."""
     card = Device("cuda", 0)
@@ -1181,5 +1207,5 @@ def _warmup_problems(
                     ("k2", _WARMUP_KEYS, head_dim2, groups[1]),
                 )
             ]
-            problems.append(describe(*operands, **mask))
+            problems.append(describe(*operands, **mask, precision=precision))
     return problems

@@ -17,10 +17,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias, TypeVar, cast
 
-from streamkl_cupy.problem import NO_WINDOW, Problem
+from streamkl_cupy.problem import NO_WINDOW, Problem, message
 
 BUCKETS = (32, 64, 96, 128, 192, 256)
-ELEMENTS = {"bfloat16": "bf16", "float16": "fp16"}
+# What kernels multiply (`Problem.arithmetic`), by its name in the sources.
+ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "tf32": "tf32"}
+# Elements of 4 bytes: only forward_sm80 and the portable pair of the backward take them.
+WIDE = ("float32", "tf32")
 STATE_FIELDS = 5  # m1 l1 m2 l2 acc
 ENTROPY_STATE_FIELDS = 6  # and moment1
 FLOAT_BYTES = 4
@@ -71,6 +74,10 @@ BACKWARD_KERNELS = (
     "backward_dq_sm90",
     "backward_dk_sm90",
 )
+
+
+# What there is for elements of 4 bytes.
+PORTABLE_PAIR = ("backward_dq_sm80", "backward_dk_sm80")
 
 
 class PlanError(ValueError):
@@ -194,6 +201,11 @@ class WarpgroupTile:
         queries = 0 if self.queries_in_registers else self.stationary_rows * row
         barriers = 8 * (2 * self.num_stages + self.num_consumers)
         return queries + self.num_stages * self.block_k * row + barriers
+
+
+def padded(dim: int, arithmetic: str) -> int:
+    """A bucket in units of 16 bits, which the tiles of the portable kernels count in."""
+    return 2 * dim if arithmetic in WIDE else dim
 
 
 def _panel_row_bytes(dim: int) -> int:
@@ -613,19 +625,21 @@ def _forward(
         template = warpgroup_template(
             problem.dtype, dim1, dim2, tile, heads > 1, problem.is_window, has_entropy
         )
+        smem = tile.shared_memory(dim1, dim2)
     else:
         heads = heads_per_tile(problem, FEW_QUERIES // max(1, problem.num_queries))
         rows = problem.num_queries * heads
         narrow = choice.forward_tile or forward_tile(
-            dim1, dim2, rows, problem.is_window, device, has_entropy
+            dim1, dim2, rows, problem.is_window, device, has_entropy, problem.arithmetic
         )
         assert isinstance(narrow, ForwardTile)
         heads = heads_per_tile(problem, min(heads, narrow.stationary_rows))
         aligned = problem.aligned
+        arithmetic = problem.arithmetic
         template = forward_template(
-            problem.dtype, dim1, dim2, narrow, aligned, heads > 1, problem.is_window, has_entropy
+            arithmetic, dim1, dim2, narrow, aligned, heads > 1, problem.is_window, has_entropy
         )
-        smem = narrow.shared_memory(dim1, dim2)
+        smem = narrow.shared_memory(padded(dim1, arithmetic), padded(dim2, arithmetic))
         fitting = (device.shared_memory_per_block + RESERVED_BYTES) // (smem + RESERVED_BYTES)
         resident, tile = max(1, min(narrow.blocks_per_sm, fitting)), narrow
         blocks = num_blocks(problem, tile, heads)
@@ -637,7 +651,6 @@ def _forward(
     blocks = num_blocks(problem, tile, heads)
     kernels = []
     if blocks > 0:
-        smem = tile.shared_memory(dim1, dim2)
         boxes = None
         if kernel == "forward_sm90":
             assert isinstance(tile, WarpgroupTile)
@@ -649,7 +662,7 @@ def _forward(
     partial_bytes = (ENTROPY_STATE_FIELDS if has_entropy else STATE_FIELDS) * FLOAT_BYTES
     workspace = partial_bytes * num_splits * problem.num_rows if num_splits > 1 else 0
     name = (
-        f"{kernel}_{ELEMENTS[problem.dtype]}_d{dim1}x{dim2}"
+        f"{kernel}_{ELEMENTS[problem.arithmetic]}_d{dim1}x{dim2}"
         f"_q{tile.stationary_rows}_k{tile.block_k}_s{tile.num_stages}"
         f"{'' if problem.aligned else '_guarded'}{f'_pack{heads}' if heads > 1 else ''}"
         f"{f'_split{num_splits}' if num_splits > 1 else ''}{_mask_suffix(problem)}"
@@ -748,6 +761,8 @@ def why_not_sm90(problem: Problem, device: DeviceFacts) -> str:
     """Why ``forward_sm90`` cannot run; empty if it can."""
     if device.arch != "sm_90a":
         return f"expected a card of compute capability 9.0; got {device.arch}"
+    if problem.arithmetic in WIDE:
+        return f"expected bfloat16 or float16 inputs; got {problem.dtype}"
     if not problem.aligned:
         return "expected addresses and strides that are multiples of 16 bytes"
     sizes = (problem.num_queries, problem.num_keys, problem.num_queries, problem.num_keys)
@@ -895,10 +910,12 @@ def forward_tile(
     is_window: bool,
     device: DeviceFacts,
     has_entropy: bool = False,
+    arithmetic: str = "bfloat16",
 ) -> ForwardTile:
     """Choose the tile of a pair of buckets; see `forward_tiles`."""
-    tiles = forward_tiles(dim1, dim2, num_rows, is_window, has_entropy)
-    sizes = [tile.shared_memory(dim1, dim2) for tile in tiles]
+    tiles = forward_tiles(dim1, dim2, num_rows, is_window, has_entropy, arithmetic)
+    widths = padded(dim1, arithmetic), padded(dim2, arithmetic)
+    sizes = [tile.shared_memory(*widths) for tile in tiles]
     if num_rows <= FEW_QUERIES:
         # Bound by memory: what counts is bytes under way, and the list is in that order.
         for tile, size in zip(tiles, sizes, strict=True):
@@ -908,15 +925,23 @@ def forward_tile(
 
 
 def forward_tiles(
-    dim1: int, dim2: int, num_rows: int, is_window: bool, has_entropy: bool = False
+    dim1: int,
+    dim2: int,
+    num_rows: int,
+    is_window: bool,
+    has_entropy: bool = False,
+    arithmetic: str = "bfloat16",
 ) -> tuple[ForwardTile, ...]:
     """Tiles for a pair of buckets and so many rows, the fastest first.
 
     Few rows take tiles whose warps share the keys, so that a block is bound by memory and not by
     one warp's products. Many queries take 32 rows a warp, which halves the shared memory traffic of
     the keys; past head dimensions of 256 in all, 16 rows a warp with the queries in registers, so
-    that two blocks still fit. Masks with a beginning need a few registers more.
+    that two blocks still fit. Masks with a beginning need a few registers more. Elements of 4 bytes
+    leave their queries in shared memory.
     """
+    if arithmetic in WIDE:
+        return _wide_forward_tiles(num_rows)
     total = dim1 + dim2
     if num_rows <= 16:
         return (
@@ -932,6 +957,21 @@ def forward_tiles(
     if total <= 256:
         return (ForwardTile(2, 4, 1, 32, 32, 2, False), ForwardTile(2, 4, 1, 32, 16, 2, True))
     return (ForwardTile(1, 4, 1, 32, 32, 2, True), ForwardTile(1, 4, 1, 16, 16, 2, True))
+
+
+def _wide_forward_tiles(num_rows: int) -> tuple[ForwardTile, ...]:
+    if num_rows <= 16:
+        tiles = [
+            ForwardTile(1, 1, 4, 128, 32, 2, False),
+            ForwardTile(1, 1, 4, 64, 16, 2, False),
+            ForwardTile(1, 1, 2, 32, 16, 2, False),
+        ]
+    elif num_rows <= FEW_QUERIES:
+        tiles = [ForwardTile(2, 2, 2, 64, 32, 2, False), ForwardTile(1, 4, 1, 32, 32, 2, False)]
+    else:
+        tiles = [ForwardTile(2, 4, 1, 32, 32, 2, False), ForwardTile(1, 4, 1, 32, 32, 2, False)]
+    narrow = [ForwardTile(1, warps, 1, 16, 16, 2, False) for warps in (4, 2, 1)]
+    return (*tiles, *narrow)
 
 
 def forward_template(
@@ -1082,7 +1122,7 @@ def _backward(
     ]
     guarded = "" if problem.aligned else "_guarded"
     mask = _mask_suffix(problem)
-    name = f"backward_{'_'.join(parts)}_{ELEMENTS[problem.dtype]}_{dims}{guarded}{mask}"
+    name = f"backward_{'_'.join(parts)}_{ELEMENTS[problem.arithmetic]}_{dims}{guarded}{mask}"
     return BackwardPlan(name, device.arch, sides, max_dkl_offset, scratch_offset, workspace)
 
 
@@ -1103,7 +1143,10 @@ def _side(
         )
     if strategy == "auto" and choice.strategy is not None:
         strategy = choice.strategy
-    tiles = dict(choice.backward_tiles)
+    tiles, arithmetic = dict(choice.backward_tiles), problem.arithmetic
+    if arithmetic in WIDE and strategy == "fused":
+        expected, remedy = f'"auto" or "separate" with {problem.dtype} inputs on a GPU', "leave it out"
+        raise PlanError(message("strategy", expected, repr(strategy), remedy))
     dim1, dim2 = bucket(problem.head_dim1), bucket(problem.head_dim2)
     _, trained = _fixed_and_trained(dim1, dim2, side)
     heads = problem.batch * problem.num_heads
@@ -1140,11 +1183,11 @@ def _side(
         else:
             if not isinstance(tile, BackwardTile):
                 is_plain = problem.aligned and not problem.is_window
-                tile = backward_tile(name, dim1, dim2, side, device, is_plain)
+                tile = backward_tile(name, dim1, dim2, side, device, is_plain, arithmetic)
             template = backward_template(
-                name, problem.dtype, side, dim1, dim2, tile, problem.aligned, has_dk
+                name, arithmetic, side, dim1, dim2, tile, problem.aligned, has_dk
             )
-            smem = tile.shared_memory(name, dim1, dim2)
+            smem = tile.shared_memory(name, padded(dim1, arithmetic), padded(dim2, arithmetic))
         template = (*template, ("kIsWindow", problem.is_window))
         num_blocks = _ceil_div(num_rows, tile.stationary_rows)
         if num_blocks * num_heads == 0:
@@ -1159,7 +1202,8 @@ def _side(
         dq, dq_blocks = kernel("dq", problem.num_queries, heads)
     if wants_dk:
         dk, key_blocks = kernel("dk", problem.num_keys, key_heads)
-    if not deterministic and problem.num_rows > 0 and problem.num_keys > 0:
+    has_fused = not deterministic and arithmetic not in WIDE
+    if has_fused and problem.num_rows > 0 and problem.num_keys > 0:
         candidate, num_blocks = kernel("fused", problem.num_keys, key_heads, wants_dk, wants_dq)
         if use_fused(strategy, problem.num_queries, device, candidate, dq, dk):
             assert candidate is not None
@@ -1392,16 +1436,28 @@ def use_fused(
 
 
 def backward_tile(
-    kernel: str, dim1: int, dim2: int, side: int, device: DeviceFacts, is_plain: bool
+    kernel: str,
+    dim1: int,
+    dim2: int,
+    side: int,
+    device: DeviceFacts,
+    is_plain: bool,
+    arithmetic: str = "bfloat16",
 ) -> BackwardTile:
     """Choose the tile of a kernel and a pair of buckets; see `backward_tiles`."""
-    tiles = backward_tiles(kernel, dim1, dim2, side, is_plain)
-    sizes = [tile.shared_memory(kernel, dim1, dim2) + STATIC_BYTES for tile in tiles]
+    tiles = backward_tiles(kernel, dim1, dim2, side, is_plain, arithmetic)
+    widths = padded(dim1, arithmetic), padded(dim2, arithmetic)
+    sizes = [tile.shared_memory(kernel, *widths) + STATIC_BYTES for tile in tiles]
     return _best_that_fits(kernel, (dim1, dim2), tiles, sizes, device)
 
 
 def backward_tiles(
-    kernel: str, dim1: int, dim2: int, side: int, is_plain: bool
+    kernel: str,
+    dim1: int,
+    dim2: int,
+    side: int,
+    is_plain: bool,
+    arithmetic: str = "bfloat16",
 ) -> tuple[BackwardTile, ...]:
     """Tiles for a pair of buckets, the fastest first.
 
@@ -1409,6 +1465,8 @@ def backward_tiles(
     `is_plain`: guarded loads where addresses or strides are not aligned, and windows.
     """
     _, trained = _fixed_and_trained(dim1, dim2, side)
+    if arithmetic in WIDE:
+        return _wide_backward_tiles()
     large = (BackwardTile(2, 4, 48, 48, 2),) if trained <= 64 and dim1 + dim2 <= 128 else ()
     medium = (BackwardTile(2, 4, 32, 32, 2),) if trained <= 128 and dim1 + dim2 <= 256 else ()
     if kernel == "backward_dq_sm80" and not is_plain and dim1 + dim2 > 128:
@@ -1423,6 +1481,15 @@ def backward_tiles(
         BackwardTile(1, 8, 32, 32, 2),
         BackwardTile(1, 4, 16, 16, 2),
         BackwardTile(1, 2, 16, 16, 2),
+    )
+
+
+def _wide_backward_tiles() -> tuple[BackwardTile, ...]:
+    return (
+        BackwardTile(1, 4, 32, 32, 2),
+        BackwardTile(1, 4, 16, 16, 2),
+        BackwardTile(1, 2, 16, 16, 2),
+        BackwardTile(1, 1, 16, 16, 2),
     )
 
 
@@ -1633,7 +1700,8 @@ class ProblemClass:
     Attributes
     ----------
     dtype, head_dim1, head_dim2
-        The head dims padded to their buckets, as the kernels are compiled for them.
+        The dtype of the inputs, or tf32; the head dims padded to their buckets, as the kernels are
+        compiled for them.
     heads, queries, keys
         Classes of batch times heads and of the lengths, as `length_class` counts them.
     causal, group1, group2
@@ -1683,7 +1751,7 @@ def problem_class(
     """The class of a problem, for the forward or for the gradients of one side."""
     heads, queries, keys = map(length_class, shape_of(problem))
     return ProblemClass(
-        dtype=problem.dtype,
+        dtype=problem.arithmetic,
         head_dim1=bucket(problem.head_dim1),
         head_dim2=bucket(problem.head_dim2),
         heads=heads,
@@ -1784,12 +1852,15 @@ def tile_candidates(
         Of a backward kernel.
     """
     dims = bucket(problem.head_dim1), bucket(problem.head_dim2)
-    limit = device.shared_memory_per_block
+    arithmetic, limit = problem.arithmetic, device.shared_memory_per_block
+    widths = padded(dims[0], arithmetic), padded(dims[1], arithmetic)
     if kernel == "forward_sm80":
         few = dict.fromkeys(
-            tile for rows in ROW_CLASSES for tile in forward_tiles(*dims, rows, problem.is_window)
+            tile
+            for rows in ROW_CLASSES
+            for tile in forward_tiles(*dims, rows, problem.is_window, arithmetic=arithmetic)
         )
-        return tuple(tile for tile in few if tile.shared_memory(*dims) <= limit)
+        return tuple(tile for tile in few if tile.shared_memory(*widths) <= limit)
     if kernel == "forward_sm90":
         listed = warpgroup_tiles(*dims, heads_per_tile(problem, WARPGROUP_ROWS) > 1)
         wide = dict.fromkeys((*listed, *warpgroup_grid(*dims, limit)))
@@ -1805,8 +1876,11 @@ def tile_candidates(
     if kernel == "backward_fused_sm90":
         cut = backward_warpgroup_tiles(*dims, side)
         return tuple(tile for tile in cut if tile.shared_memory(*dims, side) <= limit)
-    cuts = backward_tiles(kernel, *dims, side, problem.aligned and not problem.is_window)
-    return tuple(tile for tile in cuts if tile.shared_memory(kernel, *dims) + STATIC_BYTES <= limit)
+    is_plain = problem.aligned and not problem.is_window
+    cuts = backward_tiles(kernel, *dims, side, is_plain, arithmetic)
+    return tuple(
+        tile for tile in cuts if tile.shared_memory(kernel, *widths) + STATIC_BYTES <= limit
+    )
 
 
 def warpgroup_grid(dim1: int, dim2: int, limit: int) -> Iterator[WarpgroupTile]:
@@ -1864,7 +1938,8 @@ def backward_candidates(
     own = planned(NO_CHOICE)
     is_fused = any(side.fused is not None for side in own.sides)
     found = {own: Choice(strategy="fused" if is_fused else "separate")}
-    for strategy, generation in itertools.product(("separate", "fused"), (None, PORTABLE)):
+    strategies = ("separate",) if problem.arithmetic in WIDE else ("separate", "fused")
+    for strategy, generation in itertools.product(strategies, (None, PORTABLE)):
         base = Choice(strategy=strategy, backward_kernel=generation)
         found.setdefault(planned(base), base)
         for side in planned(base).sides:
@@ -1929,7 +2004,7 @@ def _specialisations(
             found["backward_prepare", (("kSide", side), ("kIsWeighted", weighted))] = None
     for dtype, element in ELEMENTS.items():
         for dim1, dim2 in pairs:
-            for dim in (dim1, dim2):
+            for dim in (dim1, dim2) if dtype not in WIDE else ():
                 found["backward_finish", (("Element", element), ("kHeadDim", dim))] = None
             begins = (False, True) if (dim1, dim2) in windowed else (False,)
             sums = (False, True) if (dim1, dim2) in in_full else (False,)
@@ -1939,7 +2014,8 @@ def _specialisations(
                         dtype, dim1, dim2, aligned, is_window, device, has_entropy
                     ):
                         found[kernel, template] = None
-                for kernel, side in itertools.product(BACKWARD_KERNELS, (1, 2)):
+                backward_kernels = PORTABLE_PAIR if dtype in WIDE else BACKWARD_KERNELS
+                for kernel, side in itertools.product(backward_kernels, (1, 2)):
                     if kernel == "backward_few_sm90":
                         alone = ((True, False), (False, True)) * ((dim1, dim2) in in_full)
                         for few in few_of_each_size(dim1, dim2, side, device):
@@ -1953,7 +2029,9 @@ def _specialisations(
                     for has_dk in (True, False) if only_dq else (True,):
                         if kernel.endswith("sm80"):
                             is_plain = aligned and not is_window
-                            cut = backward_tile(kernel, dim1, dim2, side, device, is_plain)
+                            cut = backward_tile(
+                                kernel, dim1, dim2, side, device, is_plain, dtype
+                            )
                             template = backward_template(
                                 kernel, dtype, side, dim1, dim2, cut, aligned, has_dk
                             )
@@ -1990,12 +2068,14 @@ def forward_kernels(
     bytes of shared memory."""
     for num_rows, is_packed in itertools.product(ROW_CLASSES, (False, True)):
         if not (is_packed and num_rows > FEW_QUERIES):  # only few queries are packed
-            tile = forward_tile(dim1, dim2, num_rows, is_window, device, has_entropy)
+            tile = forward_tile(dim1, dim2, num_rows, is_window, device, has_entropy, dtype)
             template = forward_template(
                 dtype, dim1, dim2, tile, aligned, is_packed, is_window, has_entropy
             )
-            yield "forward_sm80", template, tile.shared_memory(dim1, dim2)
-    for is_packed in (False, True) if device.arch == "sm_90a" and aligned else ():
+            widths = padded(dim1, dtype), padded(dim2, dtype)
+            yield "forward_sm80", template, tile.shared_memory(*widths)
+    has_hopper = device.arch == "sm_90a" and aligned and dtype not in WIDE
+    for is_packed in (False, True) if has_hopper else ():
         for wide in warpgroup_tiles(dim1, dim2, is_packed, has_entropy):
             if _fits(wide, (dim1, dim2), device):
                 template = warpgroup_template(

@@ -22,7 +22,8 @@ INPUTS = ("q1", "k1", "q2", "k2")
 LAYOUTS = ("bhnd", "bnhd")
 STRATEGIES = ("auto", "fused", "separate")
 REDUCTIONS = ("none", "sum", "mean", "batchmean")
-GPU_DTYPES = ("bfloat16", "float16")
+GPU_DTYPES = ("bfloat16", "float16", "float32")
+PRECISIONS = ("float32", "tf32")
 CPU_DTYPES = ("bfloat16", "float16", "float32", "float64")
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
@@ -128,6 +129,8 @@ class Problem:
         How many keys before and behind its place a query sees.
     q_offset
         The place of query 0 among the keys; None for ``num_keys - num_queries``.
+    precision
+        How float32 inputs are multiplied on a GPU, ``"float32"`` or ``"tf32"``; None for others.
     """
 
     dtype: str
@@ -151,6 +154,7 @@ class Problem:
     aligned: bool
     window: Window = NO_WINDOW
     q_offset: int | None = None
+    precision: str | None = None
     # A problem is looked up at every call, and hashing so many fields takes longer than the rest.
     _hash: int = field(init=False, repr=False, compare=False)
 
@@ -166,6 +170,11 @@ class Problem:
 
     def _values(self) -> tuple[Any, ...]:
         return tuple(getattr(self, item.name) for item in fields(self) if item.init)
+
+    @property
+    def arithmetic(self) -> str:
+        """What the kernels multiply: the dtype, or ``"tf32"``."""
+        return self.precision or self.dtype
 
     @property
     def num_rows(self) -> int:
@@ -242,6 +251,7 @@ def describe(
     scale1: float | None = None,
     scale2: float | None = None,
     layout: str = "bhnd",
+    precision: Any = None,
 ) -> Problem:
     """Check the inputs of a call and describe what is to be computed.
 
@@ -259,6 +269,8 @@ def describe(
         Factors of the logits; by default ``D ** -0.5`` of the side.
     layout
         ``"bhnd"`` or ``"bnhd"``.
+    precision
+        As `check_precision` takes it.
 
     Returns
     -------
@@ -297,6 +309,7 @@ def describe(
                     "cast the four inputs to one dtype",
                 )
             )
+    precision = check_precision(precision, q1.dtype)
     for operand in operands[1:]:
         _check_device(operand, q1.name, q1.device)
     for operand in operands:
@@ -335,6 +348,7 @@ def describe(
         aligned=all(map(_is_aligned, operands, strides)),
         window=window,
         q_offset=q_offset,
+        precision=precision,
     )
 
 
@@ -382,6 +396,7 @@ def contiguous(
     causal: bool,
     window: Any = None,
     q_offset: Any = None,
+    precision: Any = None,
 ) -> Problem:
     """Describe a call of contiguous, aligned arrays on a card, for planning without arrays.
 
@@ -410,7 +425,9 @@ def contiguous(
         operands.append(
             Operand(name, shape, strides, dtype, Device("cuda", 0), pointer=ALIGNMENT_BYTES)
         )
-    problem = describe(*operands, causal=causal, window=window, q_offset=q_offset)
+    problem = describe(
+        *operands, causal=causal, window=window, q_offset=q_offset, precision=precision
+    )
     check_gpu(problem)
     return problem
 
@@ -691,6 +708,45 @@ def check_strategy(strategy: Any, deterministic: Any) -> None:
         )
 
 
+def check_precision(precision: Any, dtype: str) -> str | None:
+    """Check how float32 inputs are to be multiplied.
+
+    Parameters
+    ----------
+    precision
+        ``"float32"``, ``"tf32"`` or None.
+    dtype
+        Of the four inputs.
+
+    Returns
+    -------
+    str or None
+        ``"float32"`` for float32 inputs unless something else was given; None for other inputs.
+
+    Raises
+    ------
+    TypeError
+        If it is no string.
+    ValueError
+        If it is another one, or comes with inputs that are not float32.
+
+    Examples
+    --------
+    >>> check_precision(None, "float32"), check_precision("tf32", "float32")
+    ('float32', 'tf32')
+    """
+    if precision is None:
+        return "float32" if dtype == "float32" else None
+    if not isinstance(precision, str) or precision not in PRECISIONS:
+        error = ValueError if isinstance(precision, str) else TypeError
+        expected = '"float32" or "tf32"'
+        raise error(message("precision", expected, repr(precision), "leave it out for the default"))
+    if dtype != "float32":
+        expected, remedy = f"None with {dtype} inputs", "leave it out, or cast the inputs to float32"
+        raise ValueError(message("precision", expected, repr(precision), remedy))
+    return precision
+
+
 def check_dtype(name: str, dtype: str, device: Device) -> None:
     """Refuse an input dtype that is not computed on the device.
 
@@ -720,7 +776,7 @@ def check_dtype(name: str, dtype: str, device: Device) -> None:
         raise TypeError(
             message(
                 name,
-                "bfloat16 or float16 on a GPU",
+                "bfloat16, float16 or float32 on a GPU",
                 dtype,
                 "cast the four inputs to one of them",
             )
@@ -738,7 +794,7 @@ def check_gpu(problem: Problem) -> None:
     Raises
     ------
     TypeError
-        If the dtype is neither bfloat16 nor float16.
+        If the dtype is none of bfloat16, float16 and float32.
     ValueError
         If a head dimension is not a multiple of 8 from 8 to 256, or a scale is out of the range
         of float32.
