@@ -29,8 +29,7 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     backward_dk_sm80(const BackwardParams params) {
     // Units of 16 bits in a row.
     constexpr int kUnits1 = kUnits<Element> * kHeadDim1, kUnits2 = kUnits<Element> * kHeadDim2;
-    using Tile =
-        BackwardTile<kSide, kUnits1, kUnits2, kRowTiles, kNumWarps, kBlockQ, kNumStages>;
+    using Tile = BackwardTile<kSide, kUnits1, kUnits2, kRowTiles, kNumWarps, kBlockQ, kNumStages>;
     using Block = KeyBlock<Element, Tile, kSide, kUnits1, kUnits2, kBlockQ, kIsAligned>;
     constexpr int kLines = 2 * kRowTiles, kHeadDim = kSide == 1 ? kHeadDim1 : kHeadDim2;
     extern __shared__ __align__(128) unsigned char smem[];
@@ -65,63 +64,79 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     float factor = call_factor<Element>(params.max_dkl);
     float dk[kLines][kHeadDim / 4];
     clear(dk);
+    // A sum that is stored in parts begins with zeros, to which all parts add.
+    if constexpr (is_same<Element, fp32>) block.store_keys(params, first_key, dk, 0.f, false);
 
     int stage = 0;
-    SKL_NO_UNROLL
-    for (QueryTile tile = block.first_tile(); !block.is_past(tile); tile = block.next(tile)) {
-        const int first_query = tile.first_query;
-        if (block.exchanges_keys(params, tile)) {
-            __syncthreads();
-            block.template load_keys<3 - kSide>(params, kSide == 1 ? sK2 : sK1, tile.head_idx);
-            cp_async_commit();
-            cp_async_wait<0>();
-        }
-        cp_async_wait<kNumStages - 2>();
-        __syncthreads();
-        const int free_stage = stage == 0 ? kNumStages - 1 : stage - 1;
-        block.load_queries(params, tile_to_load, sRing + free_stage * Block::kStageBytes);
-        tile_to_load = block.next(tile_to_load);
-
-        const int stage_offset = Tile::kStationaryBytes + stage * Block::kStageBytes;
-        const uint32 sQ1 = sK1 + stage_offset, sQ2 = sQ1 + Tile::kStreamed1Bytes;
-        const auto& rows =
-            *reinterpret_cast<const RowsOfTile<kBlockQ>*>(smem + stage_offset + Tile::kStageBytes);
+    QueryTile tile = block.first_tile();
+    do {  // once, but for fp32, whose sums are stored in parts
         SKL_NO_UNROLL
-        for (int chunk = 0; chunk < kBlockQ; chunk += kChunkQ) {
-            const int first = first_query + chunk, last = first + kChunkQ - 1;
-            const Interval any = range.any_of(first, last), all = range.all_of(first, last);
-            if (first >= range.num_queries || first_key >= any.end ||
-                first_key + Tile::kRowsPerWarp <= any.begin)
-                continue;
-            // 3. The logits.
-            float s1[kLines][kChunkQ / 4], s2[kLines][kChunkQ / 4];
-            compute_scores<Element, kUnits1, kRowTiles, kChunkQ>(
-                s1, keys1, sQ1 + chunk * kUnits1 * 2, lane1);
-            compute_scores<Element, kUnits2, kRowTiles, kChunkQ>(
-                s2, keys2, sQ2 + chunk * kUnits2 * 2, lane2);
-            // 4. Their gradients, written over the logits of the other side.
-            auto& ds = kSide == 1 ? s2 : s1;
-            transposed_gradients<kSide>(ds, s1, s2, rows, chunk, params, factor);
-            bool leaks = false;
-            if (first_key < all.begin || first_key + Tile::kRowsPerWarp > all.end ||
-                last >= range.num_queries) {
-                leaks = mask_transposed(ds, range, first_key, first);
+        for (; !block.is_past(tile); tile = block.next(tile)) {
+            const int first_query = tile.first_query;
+            if (block.exchanges_keys(params, tile)) {
+                __syncthreads();
+                uint32 sExchanged = kSide == 1 ? sK2 : sK1;
+                // Pinned, or the places of its chunks stay in registers since step 1.
+                if constexpr (is_same<Element, fp32>) pin(sExchanged);
+                block.template load_keys<3 - kSide>(params, sExchanged, tile.head_idx);
+                cp_async_commit();
+                cp_async_wait<0>();
             }
-            if constexpr (kNeedsRunningFactor<Element, kSide>) fit_to_fp16(ds, dk, factor);
-            // 5. dK.
-            const uint32 sQ = (kSide == 1 ? sQ1 : sQ2) + chunk * kUnits<Element> * kHeadDim * 2;
-            if (__any_sync(~0u, leaks)) {
-                add_product<Element, kHeadDim, kRowTiles, kChunkQ, true>(dk, ds, sQ,
-                                                                         lane_of_product);
-            } else {
-                add_product<Element, kHeadDim, kRowTiles, kChunkQ, false>(dk, ds, sQ,
-                                                                          lane_of_product);
+            cp_async_wait<kNumStages - 2>();
+            __syncthreads();
+            const int free_stage = stage == 0 ? kNumStages - 1 : stage - 1;
+            block.load_queries(params, tile_to_load, sRing + free_stage * Block::kStageBytes);
+            tile_to_load = block.next(tile_to_load);
+
+            const int stage_offset = Tile::kStationaryBytes + stage * Block::kStageBytes;
+            const uint32 sQ1 = sK1 + stage_offset, sQ2 = sQ1 + Tile::kStreamed1Bytes;
+            const auto& rows = *reinterpret_cast<const RowsOfTile<kBlockQ>*>(smem + stage_offset +
+                                                                             Tile::kStageBytes);
+            SKL_NO_UNROLL
+            for (int chunk = 0; chunk < kBlockQ; chunk += kChunkQ) {
+                const int first = first_query + chunk, last = first + kChunkQ - 1;
+                const Interval any = range.any_of(first, last), all = range.all_of(first, last);
+                if (first >= range.num_queries || first_key >= any.end ||
+                    first_key + Tile::kRowsPerWarp <= any.begin)
+                    continue;
+                // 3. The logits.
+                float s1[kLines][kChunkQ / 4], s2[kLines][kChunkQ / 4];
+                compute_scores<Element, kUnits1, kRowTiles, kChunkQ>(
+                    s1, keys1, sQ1 + chunk * kUnits1 * 2, lane1);
+                compute_scores<Element, kUnits2, kRowTiles, kChunkQ>(
+                    s2, keys2, sQ2 + chunk * kUnits2 * 2, lane2);
+                // 4. Their gradients, written over the logits of the other side.
+                auto& ds = kSide == 1 ? s2 : s1;
+                transposed_gradients<kSide>(ds, s1, s2, rows, chunk, params, factor);
+                bool leaks = false;
+                if (first_key < all.begin || first_key + Tile::kRowsPerWarp > all.end ||
+                    last >= range.num_queries) {
+                    leaks = mask_transposed(ds, range, first_key, first);
+                }
+                if constexpr (kNeedsRunningFactor<Element, kSide>) fit_to_fp16(ds, dk, factor);
+                // 5. dK.
+                const uint32 sQ = (kSide == 1 ? sQ1 : sQ2) + chunk * kUnits<Element> * kHeadDim * 2;
+                if (__any_sync(~0u, leaks)) {
+                    add_product<Element, kHeadDim, kRowTiles, kChunkQ, true>(dk, ds, sQ,
+                                                                             lane_of_product);
+                } else {
+                    add_product<Element, kHeadDim, kRowTiles, kChunkQ, false>(dk, ds, sQ,
+                                                                              lane_of_product);
+                }
+            }
+            stage = stage + 1 == kNumStages ? 0 : stage + 1;
+            if (is_same<Element, fp32> && (first_query + kBlockQ) % kSummedCols == 0) {
+                tile = block.next(tile);
+                break;
             }
         }
-        stage = stage + 1 == kNumStages ? 0 : stage + 1;
-    }
+        if (!is_same<Element, fp32> || block.is_past(tile)) break;
+        block.store_keys(params, first_key, dk, params.gradient_scale * gradient_unit<kSide>, true);
+        clear(dk);
+    } while (true);
     cp_async_wait<0>();
 
     // 6. The keys' rows.
-    block.store_keys(params, first_key, dk, factor);
+    block.store_keys(params, first_key, dk, params.gradient_scale * gradient_unit<kSide> / factor,
+                     is_same<Element, fp32>);
 }

@@ -202,5 +202,8 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     cp_async_wait<0>();
 
     // 7. The keys' rows.
-    if constexpr (kHasDk) block.store_keys(params, first_key, dk, factor);
+    if constexpr (kHasDk) {
+        block.store_keys(params, first_key, dk,
+                         params.gradient_scale * gradient_unit<kSide> / factor, false);
+    }
 }

@@ -74,7 +74,8 @@ struct KeyBlock : QueryWalk<kSide, Tile_::kBlockRows, kBlockQ> {
         load_tile<Tile::kBlockRows, kHeadDim, Tile::kNumThreads, kIsAligned>(
             tile,
             rows_of_head<Element>(kWhich == 1 ? params.k1 : params.k2, batch_idx, key_head,
-                         params.range.num_keys, kWhich == 1 ? params.head_dim1 : params.head_dim2),
+                                  params.range.num_keys,
+                                  kWhich == 1 ? params.head_dim1 : params.head_dim2),
             first_key);
     }
     // A tile of queries with its rows, as one group of copies; an empty group behind the last tile,
@@ -85,11 +86,14 @@ struct KeyBlock : QueryWalk<kSide, Tile_::kBlockRows, kBlockQ> {
             const auto [head_idx, first_query] = tile;
             const int num_queries = params.range.num_queries;
             load_tile<kBlockQ, kHeadDim1, Tile::kNumThreads, kIsAligned>(
-                sStage, rows_of_head<Element>(params.q1, batch_idx, head_idx, num_queries, params.head_dim1),
+                sStage,
+                rows_of_head<Element>(params.q1, batch_idx, head_idx, num_queries,
+                                      params.head_dim1),
                 first_query);
             load_tile<kBlockQ, kHeadDim2, Tile::kNumThreads, kIsAligned>(
                 sStage + Tile::kStreamed1Bytes,
-                rows_of_head<Element>(params.q2, batch_idx, head_idx, num_queries, params.head_dim2),
+                rows_of_head<Element>(params.q2, batch_idx, head_idx, num_queries,
+                                      params.head_dim2),
                 first_query);
             load_rows<kBlockQ>(sStage + Tile::kStageBytes, params, batch_idx, head_idx,
                                first_query);
@@ -98,16 +102,15 @@ struct KeyBlock : QueryWalk<kSide, Tile_::kBlockRows, kBlockQ> {
     }
     template <int kLines, int kElements>
     SKL_DEVICE void store_keys(const BackwardParams& params, int first_row,
-                               const float (&dk)[kLines][kElements], float factor) const {
+                               const float (&dk)[kLines][kElements], float scale, bool adds) const {
         float row_factor[kLines];
         SKL_UNROLL
-        for (int line = 0; line < kLines; ++line)
-            row_factor[line] = params.gradient_scale * gradient_unit<kSide> / factor;
+        for (int line = 0; line < kLines; ++line) row_factor[line] = scale;
         store_gradient<Element>(
             params.dk,
             batch_idx * params.dk_rows.batch_stride + key_head_idx * params.dk_rows.head_stride,
             params.dk_rows.row_stride, first_row, params.range.num_keys,
-            kSide == 1 ? params.head_dim1 : params.head_dim2, dk, row_factor);
+            kSide == 1 ? params.head_dim1 : params.head_dim2, dk, row_factor, adds);
     }
 };
 

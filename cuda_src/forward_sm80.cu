@@ -97,9 +97,9 @@ __global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ* kNum
     const RowsOfHead gQ2 =
         rows_of_head<Element>(params.q2, batch_idx, head_idx, range.num_queries, params.head_dim2);
     const RowsOfHead gK1 = rows_of_head<Element>(params.k1, batch_idx, head_idx / params.group1,
-                                        range.num_keys, params.head_dim1);
+                                                 range.num_keys, params.head_dim1);
     const RowsOfHead gK2 = rows_of_head<Element>(params.k2, batch_idx, head_idx / params.group2,
-                                        range.num_keys, params.head_dim2);
+                                                 range.num_keys, params.head_dim2);
     if constexpr (kIsPacked) {
         load_packed_tile<Traits::kBlockQ, kUnits1, kNumThreads, kIsAligned>(
             sQ1, gQ1, kUnits<Element> * params.q1.head_stride, TileRows<true>(params, block, 0));
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ* kNum
             const uint32 sK1 = sRing + stage * Traits::kStageBytes;
             load_tile<kBlockK, kUnits1, kNumThreads, kIsAligned>(sK1, gK1, tile * kBlockK);
             load_tile<kBlockK, kUnits2, kNumThreads, kIsAligned>(sK1 + Traits::kK1Bytes, gK2,
-                                                                   tile * kBlockK);
+                                                                 tile * kBlockK);
         }
         cp_async_commit();  // empty at the end, so that the count of pending groups stays the same
     };

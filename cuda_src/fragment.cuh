@@ -129,12 +129,14 @@ inline constexpr int kParts = 3;
 // Two floats as a register for each part. What is left of an Inf is NaN.
 SKL_DEVICE void split(uint32 (&a)[kParts][4], int idx, float low, float high) {
     SKL_UNROLL
-    for (int part = 0; part < kParts; ++part) {
+    for (int part = 0; part < kParts - 1; ++part) {
         const uint32 packed = pack<bf16>(low, high);
         a[part][idx] = packed;
         low -= __uint_as_float(packed << 16);
         high -= __uint_as_float(packed & 0xffff0000u);
     }
+    // What is left are bfloat16 as they are.
+    a[kParts - 1][idx] = __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
 }
 SKL_DEVICE void split(uint32 (&a)[kParts][4], int idx, uint32 low, uint32 high) {
     split(a, idx, __uint_as_float(low), __uint_as_float(high));

@@ -140,11 +140,11 @@ SKL_DEVICE bool mask_transposed(float (&ds)[kLines][kElements], const Range& ran
 template <int kHeadDim>
 struct ContractedRows {
     LaneOffset<2 * kHeadDim> lane{2 * (lane_id() & 3), lane_id() >> 3};
-    uint32 half_chunk = (lane_id() >> 2 & 1) * 8;
 
+    SKL_DEVICE ContractedRows() { lane.first += (lane_id() >> 2 & 1) * 8; }  // half a chunk
     SKL_DEVICE void fetch(uint32 (&columns)[2], uint32 tile, int row, int parity, int pair) const {
         // An odd row permutes its chunks by one bit more than the even one before it.
-        const uint32 even = lane.address(tile, row, 2 * pair) + half_chunk;
+        const uint32 even = lane.address(tile, row, 2 * pair);
         load_shared_64(columns, (even ^ (parity * 16)) + parity * 4 * kHeadDim);
     }
 };
@@ -277,13 +277,20 @@ SKL_DEVICE void add_product(float (&summed)[2 * kRowTiles][kHeadDim / 4],
     }
 }
 
+// A sum of thousands of tiles loses two digits if each is rounded into it. At float32 accuracy so
+// many columns are summed before they join the caller's array, which begins anew.
+inline constexpr int kSummedCols = 512;
+
 // Writes accumulators as rows [first_row, ...) of one head of a gradient, rounded to the element
-// type.
+// type. Where elements have 4 bytes, `adds` says whether they join what is there.
 template <class Element, int kLines, int kElements>
 SKL_DEVICE void store_gradient(void* gradient, int64 head_offset, int64 row_stride, int first_row,
                                int num_rows, int head_dim, const float (&values)[kLines][kElements],
-                               const float (&factor)[kLines]) {
+                               const float (&factor)[kLines], bool adds = false) {
     if constexpr (kUnits<Element> == 2) {
+        // Pinned, or the addresses are computed ahead of the loop that sums and crowd it.
+        pin(first_row);
+        pin(head_dim);
         float* head = static_cast<float*>(gradient) + head_offset;
         SKL_UNROLL
         for (int line = 0; line < kLines; ++line) {
@@ -292,11 +299,16 @@ SKL_DEVICE void store_gradient(void* gradient, int64 head_offset, int64 row_stri
             SKL_UNROLL
             for (int pair = 0; pair < kElements / 4; ++pair) {
                 const int col = first_col_of_pair(pair);
-                const float* four = &values[line][4 * pair];
-                if (col < head_dim) {
-                    *reinterpret_cast<float4*>(head + row * row_stride + col) =
-                        float4{four[0] * factor[line], four[2] * factor[line],
-                               four[1] * factor[line], four[3] * factor[line]};
+                if (col >= head_dim) continue;
+                const float *four = &values[line][4 * pair], by = factor[line];
+                float* at = head + row * row_stride + col;
+                if (adds) {
+                    // Nobody else adds here, so the order is fixed; and no register waits for what
+                    // was there.
+                    reduce_add_global(at, four[0] * by, four[2] * by, four[1] * by, four[3] * by);
+                } else {
+                    *reinterpret_cast<float4*>(at) =
+                        float4{four[0] * by, four[2] * by, four[1] * by, four[3] * by};
                 }
             }
         }

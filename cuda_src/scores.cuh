@@ -19,25 +19,27 @@ SKL_DEVICE void compute_scores_of_parts(float (&s)[2 * kRowTiles][kCols / 4],
     for (int k = 0; k < kHeadDim / 32; ++k) {
         // Any order of the 16 elements will do that both operands share: two neighbours in a
         // register are 4 columns apart, as ldmatrix leaves them.
-        uint32 a[kRowTiles][kParts][4], early[kRowTiles][4], late[kRowTiles][4];
-        stationary.fetch(early, 2 * k);
-        stationary.fetch(late, 2 * k + 1);
+        uint32 a[kRowTiles][kParts][4];
         SKL_UNROLL
-        for (int i = 0; i < kRowTiles; ++i) {
-            split(a[i], 0, early[i][0], early[i][2]);
-            split(a[i], 1, early[i][1], early[i][3]);
-            split(a[i], 2, late[i][0], late[i][2]);
-            split(a[i], 3, late[i][1], late[i][3]);
+        for (int half = 0; half < 2; ++half) {
+            uint32 whole[kRowTiles][4];
+            stationary.fetch(whole, 2 * k + half);
+            SKL_UNROLL
+            for (int i = 0; i < kRowTiles; ++i) {
+                split(a[i], 2 * half, whole[i][0], whole[i][2]);
+                split(a[i], 2 * half + 1, whole[i][1], whole[i][3]);
+            }
         }
         SKL_UNROLL
         for (int pair = 0; pair < kCols / 16; ++pair) {
-            uint32 b[kParts][4], front[4], back[4];
-            ldmatrix_x4(front, lane.address(tile, 16 * pair, 2 * k));
-            ldmatrix_x4(back, lane.address(tile, 16 * pair, 2 * k + 1));
-            split(b, 0, front[0], front[1]);
-            split(b, 1, back[0], back[1]);
-            split(b, 2, front[2], front[3]);
-            split(b, 3, back[2], back[3]);
+            uint32 b[kParts][4];
+            SKL_UNROLL
+            for (int half = 0; half < 2; ++half) {
+                uint32 whole[4];
+                ldmatrix_x4(whole, lane.address(tile, 16 * pair, 2 * k + half));
+                split(b, half, whole[0], whole[1]);
+                split(b, 2 + half, whole[2], whole[3]);
+            }
             float step[2 * kRowTiles][4];
             clear(step);
             multiply_parts<kRowTiles>(step, rest, a, b, pair);

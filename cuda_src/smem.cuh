@@ -60,8 +60,7 @@ SKL_DEVICE RowsOfHead rows_of_head(const TensorRef& tensor, int batch_idx, int h
                                    int num_rows, int head_dim) {
     const uint16* data = static_cast<const uint16*>(tensor.data);
     return {
-        data + kUnits<Element> *
-                   (batch_idx * tensor.batch_stride + head_idx * tensor.head_stride),
+        data + kUnits<Element> * (batch_idx * tensor.batch_stride + head_idx * tensor.head_stride),
         kUnits<Element> * tensor.row_stride, num_rows, kUnits<Element> * head_dim};
 }
 

@@ -36,6 +36,7 @@ from streamkl_cupy.problem import (
     Window,
     check_flag,
     check_options,
+    check_precision,
     check_reduction,
     check_window,
     describe,
@@ -78,6 +79,7 @@ class _Options:
     scale1: float | None
     scale2: float | None
     layout: str
+    precision: str | None
     deterministic: bool
     given: tuple[str, ...]
     has_entropy: bool
@@ -100,6 +102,7 @@ def attention_kl(
     scale1: float | None = None,
     scale2: float | None = None,
     layout: str = "bhnd",
+    precision: str | None = None,
     reduction: str = "none",
     row_weights: Any = None,
     lse1: Any = None,
@@ -112,11 +115,12 @@ def attention_kl(
 
     Parameters
     ----------
-    q1, k1, q2, k2, causal, window, q_offset, scale1, scale2, layout
+    q1, k1, q2, k2, causal, window, q_offset, scale1, scale2, layout, precision
         As `streamkl_cupy.attention_kl` takes them; JAX arrays, tracers or NumPy arrays. On a GPU
-        bfloat16 or float16. Options and scales are fixed when a call is traced. Note that
+        bfloat16, float16 or float32. Options and scales are fixed when a call is traced. Note that
         ``causal=True`` is aligned to the bottom right, and that the default layout is not that of
-        `jax.nn.dot_product_attention`, which is ``"bnhd"``.
+        `jax.nn.dot_product_attention`, which is ``"bnhd"``. Only `precision` says how float32 is
+        multiplied, not ``jax_default_matmul_precision``.
     reduction
         ``"none"`` for one value a query row; ``"sum"`` over all of them; ``"mean"`` over the rows
         that see a key, which is 0 where there is none; ``"batchmean"``, the sum divided by the
@@ -176,6 +180,7 @@ def attention_kl(
             raise TypeError(message(name, "a value that is known when traced", "a tracer", remedy))
     causal, scale1, scale2, layout = check_options(causal, scale1, scale2, layout)
     window, q_offset = check_window(window, q_offset)
+    check_precision(precision)
     check_flag("deterministic", deterministic)
     check_flag("return_lse", return_lse)
     check_flag("return_entropy", return_entropy)
@@ -212,6 +217,7 @@ def attention_kl(
         scale1,
         scale2,
         layout,
+        precision,
         deterministic,
         tuple(lse),
         return_entropy,
@@ -450,6 +456,7 @@ def _describe(inputs: Sequence[Any], options: _Options, device: Device) -> Probl
         scale1=options.scale1,
         scale2=options.scale2,
         layout=options.layout,
+        precision=options.precision,
     )
 
 

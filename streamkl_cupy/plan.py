@@ -1466,7 +1466,7 @@ def backward_tiles(
     """
     _, trained = _fixed_and_trained(dim1, dim2, side)
     if arithmetic in WIDE:
-        return _wide_backward_tiles()
+        return _wide_backward_tiles(trained)
     large = (BackwardTile(2, 4, 48, 48, 2),) if trained <= 64 and dim1 + dim2 <= 128 else ()
     medium = (BackwardTile(2, 4, 32, 32, 2),) if trained <= 128 and dim1 + dim2 <= 256 else ()
     if kernel == "backward_dq_sm80" and not is_plain and dim1 + dim2 > 128:
@@ -1484,13 +1484,13 @@ def backward_tiles(
     )
 
 
-def _wide_backward_tiles() -> tuple[BackwardTile, ...]:
-    return (
-        BackwardTile(1, 4, 32, 32, 2),
-        BackwardTile(1, 4, 16, 16, 2),
-        BackwardTile(1, 2, 16, 16, 2),
-        BackwardTile(1, 1, 16, 16, 2),
-    )
+def _wide_backward_tiles(trained: int) -> tuple[BackwardTile, ...]:
+    tiles = [BackwardTile(1, warps, 16, 16, 2) for warps in (4, 2, 1)]
+    if trained <= 192:
+        tiles.insert(0, BackwardTile(1, 4, 32, 32, 2))
+    if trained <= 128:
+        tiles.insert(0, BackwardTile(1, 8, 32, 32, 2))
+    return tuple(tiles)
 
 
 def has_hopper_tile(kernel: str, dim1: int, dim2: int, side: int, device: DeviceFacts) -> bool:
@@ -1971,20 +1971,24 @@ OF_FINISHED_ROWS: tuple[Specialisation, ...] = (("merge_states", ()), ("replace_
 def specialisations(arch: str) -> tuple[Specialisation, ...]:
     """Everything that a plan can return on a card of this architecture, each once."""
     pairs = [(dim1, dim2) for dim1 in BUCKETS for dim2 in BUCKETS]
-    return _specialisations(arch, pairs, in_full=pairs, windowed=pairs)
+    of_elements = dict.fromkeys(ELEMENTS, pairs)
+    return _specialisations(arch, of_elements, in_full=pairs, windowed=pairs)
 
 
 def declared(arch: str) -> tuple[Specialisation, ...]:
     """The specialisations that the tests compile.
 
     For sm_80 and sm_90a every kernel, dtype, side and equal pair of head dims and the unequal pairs
-    that the benchmarks name, with windows the two most common pairs; for others a sample of all,
-    the same every time.
+    that the benchmarks name, with windows the two most common pairs, for elements of 4 bytes fewer;
+    for others a sample of all, the same every time.
     """
     if arch in FULLY_DECLARED:
         pairs = [(dim, dim) for dim in BUCKETS] + list(UNEQUAL_PAIRS)
+        of_elements = dict.fromkeys(ELEMENTS, pairs)
+        # Their loops are the same for all head dims but for the sums of gradients.
+        of_elements |= {"float32": [(64, 64), (128, 128), (256, 256)], "tf32": [(128, 128)]}
         windowed = [(64, 64), (128, 128)]
-        found = _specialisations(arch, pairs, in_full=[(128, 128)], windowed=windowed)
+        found = _specialisations(arch, of_elements, in_full=[(128, 128)], windowed=windowed)
         return tuple(one for one in found if ("kIsAligned", False) not in one[1])
     everything = specialisations(arch)
     return tuple(random.Random(arch).sample(everything, min(SAMPLE_SIZE, len(everything))))
@@ -1992,17 +1996,18 @@ def declared(arch: str) -> tuple[Specialisation, ...]:
 
 def _specialisations(
     arch: str,
-    pairs: list[tuple[int, int]],
+    of_elements: dict[str, list[tuple[int, int]]],
     in_full: list[tuple[int, int]],
     windowed: list[tuple[int, int]],
 ) -> tuple[Specialisation, ...]:
-    """Those of some pairs of head dims; of `in_full` also dQ without dK and the entropy."""
+    """Those of some pairs of head dims of each element; of `in_full` also dQ without dK and the entropy."""
     device = device_facts(arch)
     found: dict[Specialisation, None] = dict.fromkeys(OF_FINISHED_ROWS)
     for side in (1, 2):
         for weighted in (True, False) if arch == "sm_90a" else (False,):
             found["backward_prepare", (("kSide", side), ("kIsWeighted", weighted))] = None
-    for dtype, element in ELEMENTS.items():
+    for dtype, pairs in of_elements.items():
+        element = ELEMENTS[dtype]
         for dim1, dim2 in pairs:
             for dim in (dim1, dim2) if dtype not in WIDE else ():
                 found["backward_finish", (("Element", element), ("kHeadDim", dim))] = None

@@ -708,7 +708,7 @@ def check_strategy(strategy: Any, deterministic: Any) -> None:
         )
 
 
-def check_precision(precision: Any, dtype: str) -> str | None:
+def check_precision(precision: Any, dtype: str = "float32") -> str | None:
     """Check how float32 inputs are to be multiplied.
 
     Parameters
@@ -716,7 +716,7 @@ def check_precision(precision: Any, dtype: str) -> str | None:
     precision
         ``"float32"``, ``"tf32"`` or None.
     dtype
-        Of the four inputs.
+        Of the four inputs, where it is known.
 
     Returns
     -------

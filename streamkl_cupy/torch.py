@@ -39,6 +39,7 @@ from streamkl_cupy.problem import (
     check_flag,
     check_gpu,
     check_options,
+    check_precision,
     check_reduction,
     check_window,
     describe,
@@ -78,6 +79,7 @@ def attention_kl(
     scale1: float | None = None,
     scale2: float | None = None,
     layout: str = "bhnd",
+    precision: str | None = None,
     reduction: str = "none",
     row_weights: Tensor | None = None,
     lse1: Tensor | None = None,
@@ -90,12 +92,13 @@ def attention_kl(
 
     Parameters
     ----------
-    q1, k1, q2, k2, causal, window, q_offset, scale1, scale2, layout
+    q1, k1, q2, k2, causal, window, q_offset, scale1, scale2, layout, precision
         As `streamkl_cupy.attention_kl` takes them. What does not require grad costs nothing in the
         backward, and nothing is kept for it: detach the teacher, or run it under
         ``torch.no_grad()``. Note that ``causal=True`` is aligned to the bottom right, unlike
         ``scaled_dot_product_attention``, and that autocast casts nothing here: the four inputs
-        have one dtype.
+        have one dtype. Only `precision` says how float32 is multiplied, not
+        ``torch.backends.cuda.matmul.allow_tf32``.
     reduction
         ``"none"`` for one value a query row; ``"sum"`` over all of them; ``"mean"`` over the rows
         that see a key, which is 0 where there is none; ``"batchmean"``, the sum divided by the
@@ -159,6 +162,7 @@ def attention_kl(
     else:
         causal, scale1, scale2, layout = check_options(causal, scale1, scale2, layout)
     (left, right), q_offset = check_window(window, q_offset)
+    check_precision(precision)
     check_reduction(reduction)
     check_flag("return_lse", return_lse)
     check_flag("return_entropy", return_entropy)
@@ -181,7 +185,7 @@ def attention_kl(
                 message("return_entropy", "False with given log-sum-exps", "True", remedy)
             )
 
-    options = (causal, left, right, q_offset, scale1, scale2, layout, deterministic)
+    options = (causal, left, right, q_offset, scale1, scale2, precision, layout, deterministic)
     is_differentiated = torch.is_grad_enabled() and (
         q1.requires_grad or k1.requires_grad or q2.requires_grad or k2.requires_grad
     )
@@ -220,7 +224,7 @@ class AttentionKLLoss(torch.nn.Module):
 
     Parameters
     ----------
-    causal, window, q_offset, scale1, scale2, layout, deterministic
+    causal, window, q_offset, scale1, scale2, layout, precision, deterministic
         As `attention_kl` takes them.
     reduction
         Likewise, but ``"mean"`` by default.
@@ -247,6 +251,7 @@ class AttentionKLLoss(torch.nn.Module):
         scale1: float | None = None,
         scale2: float | None = None,
         layout: str = "bhnd",
+        precision: str | None = None,
         reduction: str = "mean",
         deterministic: bool | None = None,
     ) -> None:
@@ -255,6 +260,8 @@ class AttentionKLLoss(torch.nn.Module):
             causal, scale1, scale2, layout
         )
         self.window, self.q_offset = check_window(window, q_offset)
+        check_precision(precision)
+        self.precision = precision
         check_reduction(reduction)
         if deterministic is not None:
             check_flag("deterministic", deterministic)
@@ -283,6 +290,7 @@ class AttentionKLLoss(torch.nn.Module):
             scale1=self.scale1,
             scale2=self.scale2,
             layout=self.layout,
+            precision=self.precision,
             reduction=self.reduction,
             row_weights=row_weights,
             lse1=lse1,
@@ -293,8 +301,8 @@ class AttentionKLLoss(torch.nn.Module):
     def extra_repr(self) -> str:
         """The options, for ``repr``."""
         names = ("causal", "scale1", "scale2", "layout", "reduction", "deterministic")
-        masks = {"window": NO_WINDOW, "q_offset": None}
-        shown = [name for name, default in masks.items() if getattr(self, name) != default]
+        rare = {"window": NO_WINDOW, "q_offset": None, "precision": None}
+        shown = [name for name, default in rare.items() if getattr(self, name) != default]
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in (*names, *shown))
 
 
@@ -624,7 +632,7 @@ def _not_a_tensor(name: str, value: Any) -> str:
 
 def _keywords(options: Sequence[Any]) -> dict[str, Any]:
     """What both functions of `api` take of an operator's options."""
-    causal, left, right, q_offset, scale1, scale2, layout, _ = options
+    causal, left, right, q_offset, scale1, scale2, precision, layout, _ = options
     return {
         "causal": causal,
         "window": (left, right),
@@ -632,6 +640,7 @@ def _keywords(options: Sequence[Any]) -> dict[str, Any]:
         "scale1": scale1,
         "scale2": scale2,
         "layout": layout,
+        "precision": precision,
     }
 
 
@@ -924,7 +933,7 @@ _INPUTS = "Tensor q1, Tensor k1, Tensor q2, Tensor k2"
 _STATE = "Tensor kl, Tensor lse1, Tensor lse2, Tensor lse1_low, Tensor lse2_low"
 _OPTIONS = (
     "bool causal, SymInt? window_left, SymInt? window_right, SymInt? q_offset, "
-    "float? scale1, float? scale2, str layout, bool deterministic"
+    "float? scale1, float? scale2, str? precision, str layout, bool deterministic"
 )
 
 # Kept alive: with it the operators would go.

@@ -150,6 +150,7 @@ def test_a_damaged_file_is_ignored(stored: Path, content: bytes) -> None:
         (("shape",), [16, 1000]),
         (("shape",), [16, 100_000, 4000]),
         (("problem_class", "dtype"), "float32"),
+        (("problem_class", "dtype"), "float64"),
         (("problem_class", "head_dim1"), 100),
         (("problem_class", "group1"), 0),
         (("problem_class", "wrt"), ["x"]),
