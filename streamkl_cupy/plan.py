@@ -1853,6 +1853,8 @@ def tile_candidates(
     """
     dims = bucket(problem.head_dim1), bucket(problem.head_dim2)
     arithmetic, limit = problem.arithmetic, device.shared_memory_per_block
+    if arithmetic in WIDE and kernel not in ("forward_sm80", *PORTABLE_PAIR):
+        return ()
     widths = padded(dims[0], arithmetic), padded(dims[1], arithmetic)
     if kernel == "forward_sm80":
         few = dict.fromkeys(

@@ -179,7 +179,7 @@ def test_forward(problem: Problem, card: DeviceFacts) -> None:
 def test_forward_name(problem: Problem, card: DeviceFacts) -> None:
     chosen = plan.forward(problem, card)
     name = re.fullmatch(
-        r"forward_sm80_(bf16|fp16)_d(\d+)x(\d+)_q(\d+)_k(\d+)_s(\d)(_guarded)?"
+        r"forward_sm80_(bf16|fp16|fp32|tf32)_d(\d+)x(\d+)_q(\d+)_k(\d+)_s(\d)(_guarded)?"
         r"(?:_pack(\d+))?(?:_split(\d+))?(?:_(causal|window))?",
         chosen.name,
     )
