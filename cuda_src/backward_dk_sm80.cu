@@ -101,9 +101,9 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
                     continue;
                 // 3. The logits.
                 float s1[kLines][kChunkQ / 4], s2[kLines][kChunkQ / 4];
-                compute_scores<Element, kUnits1, kRowTiles, kChunkQ>(
+                compute_scores<Element, kUnits1, kRowTiles, kChunkQ, true>(
                     s1, keys1, sQ1 + chunk * kUnits1 * 2, lane1);
-                compute_scores<Element, kUnits2, kRowTiles, kChunkQ>(
+                compute_scores<Element, kUnits2, kRowTiles, kChunkQ, true>(
                     s2, keys2, sQ2 + chunk * kUnits2 * 2, lane2);
                 // 4. Their gradients, written over the logits of the other side.
                 auto& ds = kSide == 1 ? s2 : s1;

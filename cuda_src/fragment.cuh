@@ -145,26 +145,30 @@ SKL_DEVICE void split(uint32 (&a)[kParts][4], int idx, uint32 low, uint32 high) 
 // The product of the first parts of one k step of 16 and two neighbouring column tiles, and the
 // smaller ones, which add to another accumulator. The matrix units cut what they sum instead of
 // rounding it: no more than these 16 products may meet in `first`, or the cuts add up. It holds the
-// two column tiles alone.
-template <int kRowTiles, int kElements>
+// two column tiles alone. kIsTransposed: what is B elsewhere is A here, and the same bits come out.
+template <int kRowTiles, bool kIsTransposed, int kElements>
 SKL_DEVICE void multiply_parts(float (&first)[2 * kRowTiles][4],
                                float (&rest)[2 * kRowTiles][kElements],
                                const uint32 (&a)[kRowTiles][kParts][4],
                                const uint32 (&b)[kParts][4], int col_pair) {
     // The smallest first.
-    constexpr int kOfA[] = {2, 0, 1, 1, 0}, kOfB[] = {0, 2, 1, 0, 1};
+    constexpr int kOfA[] = {2, 0, 1, 1, 0, 0}, kOfB[] = {0, 2, 1, 0, 1, 0};
     SKL_UNROLL
     for (int product = 0; product <= 5; ++product) {
         uint32 part[kRowTiles][4];
         SKL_UNROLL
         for (int i = 0; i < kRowTiles; ++i) {
             SKL_UNROLL
-            for (int j = 0; j < 4; ++j) part[i][j] = a[i][product == 5 ? 0 : kOfA[product]][j];
+            for (int j = 0; j < 4; ++j) {
+                const int of_a = kIsTransposed ? kOfB[product] : kOfA[product];
+                part[i][j] = a[i][of_a][j];
+            }
         }
         if (product == 5) {
             multiply_step<bf16, kRowTiles>(first, part, b[0], 0);
         } else {
-            multiply_step<bf16, kRowTiles>(rest, part, b[kOfB[product]], col_pair);
+            const int of_b = kIsTransposed ? kOfA[product] : kOfB[product];
+            multiply_step<bf16, kRowTiles>(rest, part, b[of_b], col_pair);
         }
     }
 }

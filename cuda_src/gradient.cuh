@@ -231,7 +231,7 @@ SKL_DEVICE void add_product_of_parts(float (&summed)[2 * kRowTiles][kHeadDim / 4
             }
             float step[2 * kRowTiles][4];
             clear(step);
-            multiply_parts<kRowTiles>(step, rest, a[k], b, 0);
+            multiply_parts<kRowTiles, false>(step, rest, a[k], b, 0);
             SKL_UNROLL
             for (int line = 0; line < 2 * kRowTiles; ++line) {
                 SKL_UNROLL

@@ -7,7 +7,7 @@
 // S of float32, from three bfloat16 parts of each element. 16 products at a time are summed by the
 // matrix units and added to S, rounded to nearest; what the rounding drops joins the smaller parts'
 // products, and all of it comes to S at the end.
-template <int kHeadDim, int kRowTiles, int kCols, class Stationary>
+template <int kHeadDim, int kRowTiles, int kCols, bool kIsTransposed, class Stationary>
 SKL_DEVICE void compute_scores_of_parts(float (&s)[2 * kRowTiles][kCols / 4],
                                         const Stationary& stationary, uint32 tile,
                                         const LaneOffset<kHeadDim>& lane) {
@@ -42,7 +42,7 @@ SKL_DEVICE void compute_scores_of_parts(float (&s)[2 * kRowTiles][kCols / 4],
             }
             float step[2 * kRowTiles][4];
             clear(step);
-            multiply_parts<kRowTiles>(step, rest, a, b, pair);
+            multiply_parts<kRowTiles, kIsTransposed>(step, rest, a, b, pair);
             SKL_UNROLL
             for (int line = 0; line < 2 * kRowTiles; ++line) {
                 SKL_UNROLL
@@ -66,13 +66,16 @@ SKL_DEVICE void compute_scores_of_parts(float (&s)[2 * kRowTiles][kCols / 4],
 }
 
 // S[kRowTiles 16 rows][kCols] of one warp: the stationary operand times kCols rows of a tile in
-// shared memory.
-template <class Element, int kHeadDim, int kRowTiles, int kCols, class Stationary>
+// shared memory. kIsTransposed: the rows are keys. A logit then has the bits that it has elsewhere,
+// or a probability of 1 would differ from what its log-sum-exp says.
+template <class Element, int kHeadDim, int kRowTiles, int kCols, bool kIsTransposed = false,
+          class Stationary>
 SKL_DEVICE void compute_scores(float (&s)[2 * kRowTiles][kCols / 4], const Stationary& stationary,
                                uint32 tile, const LaneOffset<kHeadDim>& lane) {
     static_assert(kCols % 16 == 0, "one ldmatrix brings two column tiles");
     if constexpr (is_same<Element, fp32>) {
-        compute_scores_of_parts<kHeadDim, kRowTiles, kCols>(s, stationary, tile, lane);
+        compute_scores_of_parts<kHeadDim, kRowTiles, kCols, kIsTransposed>(s, stationary, tile,
+                                                                           lane);
     } else {
         clear(s);
         SKL_UNROLL

@@ -1145,7 +1145,10 @@ def _side(
         strategy = choice.strategy
     tiles, arithmetic = dict(choice.backward_tiles), problem.arithmetic
     if arithmetic in WIDE and strategy == "fused":
-        expected, remedy = f'"auto" or "separate" with {problem.dtype} inputs on a GPU', "leave it out"
+        expected, remedy = (
+            f'"auto" or "separate" with {problem.dtype} inputs on a GPU',
+            "leave it out",
+        )
         raise PlanError(message("strategy", expected, repr(strategy), remedy))
     dim1, dim2 = bucket(problem.head_dim1), bucket(problem.head_dim2)
     _, trained = _fixed_and_trained(dim1, dim2, side)
@@ -1466,7 +1469,7 @@ def backward_tiles(
     """
     _, trained = _fixed_and_trained(dim1, dim2, side)
     if arithmetic in WIDE:
-        return _wide_backward_tiles(trained)
+        return _wide_backward_tiles(dim1 + dim2, trained, is_plain)
     large = (BackwardTile(2, 4, 48, 48, 2),) if trained <= 64 and dim1 + dim2 <= 128 else ()
     medium = (BackwardTile(2, 4, 32, 32, 2),) if trained <= 128 and dim1 + dim2 <= 256 else ()
     if kernel == "backward_dq_sm80" and not is_plain and dim1 + dim2 > 128:
@@ -1484,12 +1487,15 @@ def backward_tiles(
     )
 
 
-def _wide_backward_tiles(trained: int) -> tuple[BackwardTile, ...]:
+def _wide_backward_tiles(total: int, trained: int, is_plain: bool) -> tuple[BackwardTile, ...]:
+    """Those of elements of 4 bytes: eight warps where they fit, as one waits for its splits."""
     tiles = [BackwardTile(1, warps, 16, 16, 2) for warps in (4, 2, 1)]
     if trained <= 192:
         tiles.insert(0, BackwardTile(1, 4, 32, 32, 2))
-    if trained <= 128:
+    if trained <= (128 if is_plain else 96):
         tiles.insert(0, BackwardTile(1, 8, 32, 32, 2))
+    if trained <= 64 and total <= 128:
+        tiles.insert(0, BackwardTile(2, 4, 32, 16, 2))
     return tuple(tiles)
 
 
@@ -2002,7 +2008,8 @@ def _specialisations(
     in_full: list[tuple[int, int]],
     windowed: list[tuple[int, int]],
 ) -> tuple[Specialisation, ...]:
-    """Those of some pairs of head dims of each element; of `in_full` also dQ without dK and the entropy."""
+    """Those of some pairs of head dims of each element; of `in_full` also dQ without dK and the
+    entropy."""
     device = device_facts(arch)
     found: dict[Specialisation, None] = dict.fromkeys(OF_FINISHED_ROWS)
     for side in (1, 2):
@@ -2036,9 +2043,7 @@ def _specialisations(
                     for has_dk in (True, False) if only_dq else (True,):
                         if kernel.endswith("sm80"):
                             is_plain = aligned and not is_window
-                            cut = backward_tile(
-                                kernel, dim1, dim2, side, device, is_plain, dtype
-                            )
+                            cut = backward_tile(kernel, dim1, dim2, side, device, is_plain, dtype)
                             template = backward_template(
                                 kernel, dtype, side, dim1, dim2, cut, aligned, has_dk
                             )

@@ -742,7 +742,10 @@ def check_precision(precision: Any, dtype: str = "float32") -> str | None:
         expected = '"float32" or "tf32"'
         raise error(message("precision", expected, repr(precision), "leave it out for the default"))
     if dtype != "float32":
-        expected, remedy = f"None with {dtype} inputs", "leave it out, or cast the inputs to float32"
+        expected, remedy = (
+            f"None with {dtype} inputs",
+            "leave it out, or cast the inputs to float32",
+        )
         raise ValueError(message("precision", expected, repr(precision), remedy))
     return precision
 

@@ -539,8 +539,8 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "warmup dtype": (
         lambda: skl.warmup(dtype="float64"),
         ValueError,
-        'dtype: expected "bfloat16", "float16" or "float32", got \'float64\'; name the dtype of the '
-        "inputs.",
+        'dtype: expected "bfloat16", "float16" or "float32", got \'float64\'; name the dtype of '
+        "the inputs.",
     ),
     "warmup precision": (
         lambda: skl.warmup(precision="tf32"),

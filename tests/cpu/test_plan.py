@@ -229,7 +229,9 @@ def test_few_keys_are_not_split(num_keys: int) -> None:
 
 
 @given(
-    problem=problems(ANY_DTYPE), card=CARD, given=st.sampled_from([("lse1",), ("lse2",), ("lse1", "lse2")])
+    problem=problems(ANY_DTYPE),
+    card=CARD,
+    given=st.sampled_from([("lse1",), ("lse2",), ("lse1", "lse2")]),
 )
 @settings(deadline=None)
 def test_given_log_sum_exps_add_a_kernel_and_memory(
@@ -307,7 +309,9 @@ def sides_of(wrt: tuple[str, ...]) -> list[int]:
     return [side for side in (2, 1) if f"q{side}" in wrt or f"k{side}" in wrt]
 
 
-@given(problem=problems(ANY_DTYPE), card=CARD, wrt=WRT, strategy=STRATEGY, deterministic=st.booleans())
+@given(
+    problem=problems(ANY_DTYPE), card=CARD, wrt=WRT, strategy=STRATEGY, deterministic=st.booleans()
+)
 @settings(max_examples=300, deadline=None)
 def test_backward(
     problem: Problem, card: DeviceFacts, wrt: tuple[str, ...], strategy: str, deterministic: bool

@@ -1,7 +1,7 @@
 """A float32 logit out of bfloat16 parts: a model of the matrix units says how accurate it is.
 
-The model cuts as they do (cuda_src/README.md, "Accuracy") and follows `compute_scores_of_parts` step
-by step. What it allows was the choice of the parts and of the steps; the card is held to outputs.
+The model cuts as they do (cuda_src/README.md, "Accuracy") and follows `compute_scores_of_parts`
+step by step. It decided on the parts and the steps; the card is held to outputs.
 """
 
 from __future__ import annotations
