@@ -140,8 +140,9 @@ def rows_of(problem: Problem, peer_names: Sequence[str]) -> list[Row]:
         DETERMINISTIC: lambda: _ours(problem, "separate"),
         TEXTBOOK: lambda: (baseline, ""),
     }
-    # No peer has a bound of the logits.
-    for name in peer_names if problem.cell.softcap is None else ():
+    # No peer has a bound of the logits, and Triton multiplies float32 in tf32.
+    has_peers = problem.cell.softcap is None and problem.cell.dtype != "float32"
+    for name in peer_names if has_peers else ():
         makers[name] = lambda name=name: _peer(problem, name)
     rows = []
     for name, make in makers.items():

@@ -170,8 +170,24 @@ def forward() -> tuple[Spec, ...]:
     specs.append(_windowed("d = 128", LEAST_SHARE_OF_WINDOW))
     specs.append(Spec("d = 128, N = 16K, softcap 50", replace(SQUARE, softcap=50.0), (AUTO,)))
     specs.append(_packed("d = 128", LEAST_SHARE_OF_PACKED))
+    specs += _float32()
     specs.append(Spec("BH = 8, N = 512K, causal", LONGEST, (AUTO,)))
     return tuple(specs)
+
+
+def _float32() -> list[Spec]:
+    """float32 in both ways of multiplying it, each beside cuBLAS in the same way."""
+    shape = replace(SQUARE, num_queries=8192, num_keys=8192, dtype="float32")
+    return [
+        Spec(
+            f"{precision}, N = 8K",
+            replace(shape, precision=precision),
+            (AUTO,),
+            (f"cublas, {precision}",),
+            headline=True,
+        )
+        for precision in ("float32", "tf32")
+    ]
 
 
 def backward() -> tuple[Spec, ...]:
@@ -253,6 +269,7 @@ def backward() -> tuple[Spec, ...]:
         shape = replace(SQUARE, setting=setting, softcap=50.0)
         specs.append(Spec(f"Setting {setting}, d = 128, N = 16K, softcap 50", shape, (AUTO,)))
     specs.append(_packed("Setting 1, d = 128", LEAST_SHARE_OF_PACKED))
+    specs += _float32()
     return tuple(specs)
 
 
@@ -442,6 +459,9 @@ def accuracy() -> tuple[Cell, ...]:
     """Logits of every size, then sides that are near each other, then the same."""
     headline = ("bfloat16", 128, 16384)
     cells = [
+        Cell("logits", "float32", 128, 4096, scale, headline=scale == 1.0) for scale in (1.0, 100.0)
+    ]
+    cells += [
         Cell("logits", dtype, dim, length, scale, headline=(dtype, dim, length) == headline)
         for dtype, dim, length, scale in itertools.product(
             ("bfloat16", "float16"), (64, 128, 256), (1024, 16384), (1.0, 10.0, 100.0, 1000.0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-ITEM_BYTES = {"bfloat16": 2, "float16": 2}
-SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 STATISTIC_BYTES = 4
 
 
@@ -21,7 +21,7 @@ class Workload:
     num_queries, num_keys, head_dim1, head_dim2
         Lengths and head dims of the two sides.
     dtype
-        ``"bfloat16"`` or ``"float16"``.
+        ``"bfloat16"``, ``"float16"`` or ``"float32"``.
     causal
         Mask aligned to the bottom right.
     setting
@@ -34,6 +34,8 @@ class Workload:
         Bound of the logits of both sides. None for none.
     lengths
         With `causal`: those of packed sequences, which add up to both lengths. Empty for one.
+    precision
+        Of float32 inputs, as ``attention_kl`` takes it.
     """
 
     heads: int
@@ -48,6 +50,7 @@ class Workload:
     window: int | None = None
     softcap: float | None = None
     lengths: tuple[int, ...] = ()
+    precision: str | None = None
 
     def __post_init__(self) -> None:
         sizes = {
@@ -83,11 +86,12 @@ class Workload:
         """For instance ``bh32_q16384_k16384_d128x128_bf16_causal``."""
         mask = (f"_group{self.group}" if self.group > 1 else "") + "_causal" * self.causal
         mask += "" if self.window is None else f"_window{self.window}"
+        dtype = self.precision or SHORT_DTYPES[self.dtype]
         mask += "" if self.softcap is None else f"_softcap{self.softcap:g}"
         mask += f"_packed{len(self.lengths)}" if self.lengths else ""
         return (
             f"bh{self.heads}_q{self.num_queries}_k{self.num_keys}"
-            f"_d{self.head_dim1}x{self.head_dim2}_{SHORT_DTYPES[self.dtype]}{mask}"
+            f"_d{self.head_dim1}x{self.head_dim2}_{dtype}{mask}"
         )
 
     @property
@@ -130,7 +134,8 @@ class Workload:
     def mask(self) -> dict[str, Any]:
         """What ``attention_kl`` takes of it."""
         window = {} if self.window is None else {"window": (self.window, None)}
-        return {"causal": self.causal, **window}
+        precision = {} if self.precision is None else {"precision": self.precision}
+        return {"causal": self.causal, **window, **precision}
 
     @property
     def softcaps(self) -> dict[str, Any]:

@@ -25,9 +25,10 @@ template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kRowTiles,
           int kBlockK, int kChunkK, int kNumStages, bool kIsAligned, Mask kMask, bool kHasSoftcap>
 __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     backward_dq_sm80(const BackwardParams params) {
-    using Tile =
-        BackwardTile<kSide, kHeadDim1, kHeadDim2, kRowTiles, kNumWarps, kBlockK, kNumStages>;
-    constexpr int kLines = 2 * kRowTiles, kHeadDim = Tile::kHeadDim;
+    // Units of 16 bits in a row.
+    constexpr int kUnits1 = kUnits<Element> * kHeadDim1, kUnits2 = kUnits<Element> * kHeadDim2;
+    using Tile = BackwardTile<kSide, kUnits1, kUnits2, kRowTiles, kNumWarps, kBlockK, kNumStages>;
+    constexpr int kLines = 2 * kRowTiles, kHeadDim = kSide == 1 ? kHeadDim1 : kHeadDim2;
     constexpr int kRowsOffset = Tile::kStationaryBytes + kNumStages * Tile::kStageBytes;
     extern __shared__ __align__(128) unsigned char smem[];
     const uint32 sQ1 = shared_address(smem), sQ2 = sQ1 + Tile::kStationary1Bytes;
@@ -43,22 +44,22 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
 
     // 1. The queries and their statistics.
     const RowsOfHead gQ1 =
-        rows_of_head(params.q1, batch_idx, head_idx, range.num_queries, params.head_dim1);
+        rows_of_head<Element>(params.q1, batch_idx, head_idx, range.num_queries, params.head_dim1);
     const RowsOfHead gQ2 =
-        rows_of_head(params.q2, batch_idx, head_idx, range.num_queries, params.head_dim2);
-    const RowsOfHead gK1 = rows_of_head(params.k1, batch_idx, head_idx / params.group1,
-                                        range.num_keys, params.head_dim1);
-    const RowsOfHead gK2 = rows_of_head(params.k2, batch_idx, head_idx / params.group2,
-                                        range.num_keys, params.head_dim2);
-    load_tile<Tile::kBlockRows, kHeadDim1, Tile::kNumThreads, kIsAligned>(sQ1, gQ1, first_query);
-    load_tile<Tile::kBlockRows, kHeadDim2, Tile::kNumThreads, kIsAligned>(sQ2, gQ2, first_query);
+        rows_of_head<Element>(params.q2, batch_idx, head_idx, range.num_queries, params.head_dim2);
+    const RowsOfHead gK1 = rows_of_head<Element>(params.k1, batch_idx, head_idx / params.group1,
+                                                 range.num_keys, params.head_dim1);
+    const RowsOfHead gK2 = rows_of_head<Element>(params.k2, batch_idx, head_idx / params.group2,
+                                                 range.num_keys, params.head_dim2);
+    load_tile<Tile::kBlockRows, kUnits1, Tile::kNumThreads, kIsAligned>(sQ1, gQ1, first_query);
+    load_tile<Tile::kBlockRows, kUnits2, Tile::kNumThreads, kIsAligned>(sQ2, gQ2, first_query);
     load_rows<Tile::kBlockRows>(sQ1 + kRowsOffset, params, batch_idx, head_idx, first_query);
     cp_async_commit();
     const auto& rows = *reinterpret_cast<const RowsOfTile<Tile::kBlockRows>*>(smem + kRowsOffset);
-    StationaryShared<kHeadDim1, kRowTiles> queries1;
-    StationaryShared<kHeadDim2, kRowTiles> queries2;
-    queries1.load(sQ1 + warp_id() * Tile::kRowsPerWarp * kHeadDim1 * 2);
-    queries2.load(sQ2 + warp_id() * Tile::kRowsPerWarp * kHeadDim2 * 2);
+    StationaryShared<kUnits1, kRowTiles> queries1;
+    StationaryShared<kUnits2, kRowTiles> queries2;
+    queries1.load(sQ1 + warp_id() * Tile::kRowsPerWarp * kUnits1 * 2);
+    queries2.load(sQ2 + warp_id() * Tile::kRowsPerWarp * kUnits2 * 2);
 
     // 2. The ring of key tiles.
     const auto [tile_begin, tile_end] =
@@ -67,9 +68,9 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     const auto load_stage = [&, end = tile_end](int tile, int stage) {
         if (tile < end) {
             const uint32 sK1 = sRing + stage * Tile::kStageBytes;
-            load_tile<kBlockK, kHeadDim1, Tile::kNumThreads, kIsAligned>(sK1, gK1,
-                                                                         tile * kBlockK + origin);
-            load_tile<kBlockK, kHeadDim2, Tile::kNumThreads, kIsAligned>(
+            load_tile<kBlockK, kUnits1, Tile::kNumThreads, kIsAligned>(sK1, gK1,
+                                                                       tile * kBlockK + origin);
+            load_tile<kBlockK, kUnits2, Tile::kNumThreads, kIsAligned>(
                 sK1 + Tile::kStreamed1Bytes, gK2, tile * kBlockK + origin);
         }
         cp_async_commit();  // empty at the end, so that the count of pending groups stays the same
@@ -79,77 +80,114 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
 
     const Interval any = range.any_of(first_row, first_row + Tile::kRowsPerWarp - 1);
     const Interval all = range.all_of(first_row, first_row + Tile::kRowsPerWarp - 1);
-    const LaneOffset<kHeadDim1> lane1 = lane_offset_b<kHeadDim1>();
-    const LaneOffset<kHeadDim2> lane2 = lane_offset_b<kHeadDim2>();
-    const LaneOffset<kHeadDim> lane_of_product = lane_offset_a<kHeadDim>();
+    const LaneOffset<kUnits1> lane1 = lane_offset_b<kUnits1>();
+    const LaneOffset<kUnits2> lane2 = lane_offset_b<kUnits2>();
+    const auto lane_of_product = lane_of_summed<Element, kHeadDim>();
     float dq[kLines][kHeadDim / 4];
     clear(dq);
-    float factor = is_same<Element, bf16> ? 1.f : kFp16Limit;  // |ds2| is at most 1
-
-    int stage = 0;
-    SKL_NO_UNROLL
-    for (int tile = tile_begin; tile < tile_end; ++tile) {
-        cp_async_wait<kNumStages - 2>();
-        __syncthreads();
-        load_stage(tile + kNumStages - 1, stage == 0 ? kNumStages - 1 : stage - 1);
-
-        const uint32 sK1 = sRing + stage * Tile::kStageBytes, sK2 = sK1 + Tile::kStreamed1Bytes;
-        SKL_NO_UNROLL
-        for (int chunk = 0; chunk < kBlockK; chunk += kChunkK) {
-            const int first_key = tile * kBlockK + origin + chunk;
-            if (first_row >= range.num_queries || first_key >= any.end ||
-                first_key + kChunkK <= any.begin)
-                continue;
-            // 3. The logits.
-            float s1[kLines][kChunkK / 4], s2[kLines][kChunkK / 4];
-            compute_scores<Element, kHeadDim1, kRowTiles, kChunkK>(
-                s1, queries1, sK1 + chunk * kHeadDim1 * 2, lane1);
-            compute_scores<Element, kHeadDim2, kRowTiles, kChunkK>(
-                s2, queries2, sK2 + chunk * kHeadDim2 * 2, lane2);
-            // 4. Their gradients, written over the logits of the other side.
-            auto& trained = kSide == 1 ? s1 : s2;
-            auto& ds = kSide == 1 ? s2 : s1;
-            take_trained<kSide, kHasSoftcap, true>(
-                ds, trained, params, [&](int line, int e, const CappedLogit& logit) {
-                    const RowStatistics statistics =
-                        rows.statistics[first_row - first_query + row_of_line(line)];
-                    ds[line][e] = product_gradient<kSide, kHasSoftcap>(logit, ds[line][e],
-                                                                       statistics, params);
-                });
-            bool leaks = false;
-            if (first_key < all.begin || first_key + kChunkK > all.end) {
-                leaks = mask_gradients(ds, trained, range, first_row, first_key);
-            }
-            if constexpr (is_same<Element, fp16>) multiply(ds, factor);
-            if constexpr (kNeedsRunningFactor<Element, kSide>) fit_to_fp16(ds, dq, factor);
-            // 5. dQ.
-            const uint32 sK = (kSide == 1 ? sK1 : sK2) + chunk * kHeadDim * 2;
-            if (__any_sync(~0u, leaks)) {
-                add_product<Element, kHeadDim, kRowTiles, kChunkK, true>(dq, ds, sK,
-                                                                         lane_of_product);
-            } else {
-                add_product<Element, kHeadDim, kRowTiles, kChunkK, false>(dq, ds, sK,
-                                                                          lane_of_product);
-            }
+    float factor = is_same<Element, fp16> ? kFp16Limit : 1.f;  // |ds2| is at most 1
+    // A sum that is stored in parts begins with zeros, to which all parts add.
+    const auto store_rows = [&](bool begins, bool adds) {
+        int block_of_all = blockIdx.x;
+        // Pinned, or the place of the rows stays in registers from here to the end.
+        if constexpr (is_same<Element, fp32>) pin(block_of_all);
+        const int head = block_of_all / params.num_blocks;
+        float row_factor[kLines];
+        SKL_UNROLL
+        for (int line = 0; line < kLines; ++line) {
+            const int query = first_row + row_of_line(line);
+            // A row without keys has a zero gradient, whatever dkl is.
+            const float dkl =
+                range.begin(query) < range.end(query) ? rows.dkl[query - first_query] : 0.f;
+            row_factor[line] =
+                begins ? 0.f : dkl * (params.gradient_scale * gradient_unit<kSide> / factor);
         }
-        stage = stage + 1 == kNumStages ? 0 : stage + 1;
-    }
+        store_gradient<Element>(params.dq,
+                                head / params.num_heads * params.dq_rows.batch_stride +
+                                    head % params.num_heads * params.dq_rows.head_stride,
+                                params.dq_rows.row_stride, first_row, range.num_queries,
+                                kSide == 1 ? params.head_dim1 : params.head_dim2, dq, row_factor,
+                                adds);
+    };
+    if constexpr (is_same<Element, fp32>) store_rows(true, false);
+
+    int stage = 0, tile = tile_begin;
+    SKL_NO_UNROLL
+    do {  // once, but for fp32, whose sums are stored in parts
+        const int end =
+            is_same<Element, fp32> ? min_of(tile_end, tile + kSummedCols / kBlockK) : tile_end;
+        SKL_NO_UNROLL
+        for (; tile < end; ++tile) {
+            cp_async_wait<kNumStages - 2>();
+            __syncthreads();
+            load_stage(tile + kNumStages - 1, stage == 0 ? kNumStages - 1 : stage - 1);
+
+            const uint32 sK1 = sRing + stage * Tile::kStageBytes, sK2 = sK1 + Tile::kStreamed1Bytes;
+            SKL_NO_UNROLL
+            for (int chunk = 0; chunk < kBlockK; chunk += kChunkK) {
+                const int first_key = tile * kBlockK + origin + chunk;
+                if (first_row >= range.num_queries || first_key >= any.end ||
+                    first_key + kChunkK <= any.begin)
+                    continue;
+                // 3. The logits.
+                float s1[kLines][kChunkK / 4], s2[kLines][kChunkK / 4];
+                compute_scores<Element, kUnits1, kRowTiles, kChunkK>(
+                    s1, queries1, sK1 + chunk * kUnits1 * 2, lane1);
+                compute_scores<Element, kUnits2, kRowTiles, kChunkK>(
+                    s2, queries2, sK2 + chunk * kUnits2 * 2, lane2);
+                // 4. Their gradients, written over the logits of the other side.
+                auto& trained = kSide == 1 ? s1 : s2;
+                auto& ds = kSide == 1 ? s2 : s1;
+                take_trained<kSide, kHasSoftcap, true>(
+                    ds, trained, params, [&](int line, int e, const CappedLogit& logit) {
+                        const RowStatistics statistics =
+                            rows.statistics[first_row - first_query + row_of_line(line)];
+                        ds[line][e] = product_gradient<kSide, kHasSoftcap>(logit, ds[line][e],
+                                                                           statistics, params);
+                    });
+                bool leaks = false;
+                if (first_key < all.begin || first_key + kChunkK > all.end) {
+                    leaks = mask_gradients(ds, trained, range, first_row, first_key);
+                }
+                if constexpr (is_same<Element, fp16>) multiply(ds, factor);
+                if constexpr (kNeedsRunningFactor<Element, kSide>) fit_to_fp16(ds, dq, factor);
+                // 5. dQ.
+                const uint32 sK = (kSide == 1 ? sK1 : sK2) + chunk * kUnits<Element> * kHeadDim * 2;
+                if (__any_sync(~0u, leaks)) {
+                    add_product<Element, kHeadDim, kRowTiles, kChunkK, true>(dq, ds, sK,
+                                                                             lane_of_product);
+                } else {
+                    add_product<Element, kHeadDim, kRowTiles, kChunkK, false>(dq, ds, sK,
+                                                                              lane_of_product);
+                }
+            }
+            stage = stage + 1 == kNumStages ? 0 : stage + 1;
+        }
+        if (!is_same<Element, fp32> || tile >= tile_end) break;
+        if constexpr (is_same<Element, fp32>) store_rows(false, true);
+        clear(dq);
+    } while (true);
     // A block without tiles has not waited for its rows yet.
     cp_async_wait<0>();
     __syncthreads();
 
     // 6. The rows.
-    float row_factor[kLines];
-    SKL_UNROLL
-    for (int line = 0; line < kLines; ++line) {
-        const int query = first_row + row_of_line(line);
-        // A row without keys has a zero gradient, whatever dkl is.
-        const float dkl =
-            range.begin(query) < range.end(query) ? rows.dkl[query - first_query] : 0.f;
-        row_factor[line] = dkl * (params.gradient_scale * gradient_unit<kSide> / factor);
+    if constexpr (is_same<Element, fp32>) {
+        store_rows(false, true);
+    } else {
+        float row_factor[kLines];
+        SKL_UNROLL
+        for (int line = 0; line < kLines; ++line) {
+            const int query = first_row + row_of_line(line);
+            // A row without keys has a zero gradient, whatever dkl is.
+            const float dkl =
+                range.begin(query) < range.end(query) ? rows.dkl[query - first_query] : 0.f;
+            row_factor[line] = dkl * (params.gradient_scale * gradient_unit<kSide> / factor);
+        }
+        store_gradient<Element>(
+            params.dq,
+            batch_idx * params.dq_rows.batch_stride + head_idx * params.dq_rows.head_stride,
+            params.dq_rows.row_stride, first_row, range.num_queries,
+            kSide == 1 ? params.head_dim1 : params.head_dim2, dq, row_factor);
     }
-    store_gradient<Element>(
-        params.dq, batch_idx * params.dq_rows.batch_stride + head_idx * params.dq_rows.head_stride,
-        params.dq_rows.row_stride, first_row, range.num_queries,
-        kSide == 1 ? params.head_dim1 : params.head_dim2, dq, row_factor);
 }

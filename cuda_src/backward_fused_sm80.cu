@@ -36,10 +36,10 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     backward_fused_sm80(const BackwardParams params) {
     using Tile =
         BackwardTile<kSide, kHeadDim1, kHeadDim2, kRowTiles, kNumWarps, kBlockQ, kNumStages>;
-    using Block = KeyBlock<Tile, kSide, kHeadDim1, kHeadDim2, kBlockQ, kIsAligned>;
+    using Block = KeyBlock<Element, Tile, kSide, kHeadDim1, kHeadDim2, kBlockQ, kIsAligned>;
     constexpr int kGradientPitch = ceil_div(kBlockQ, 32) * 32;  // of dS^T: [keys][queries]
     using GradientLayout = TileLayout<kGradientPitch>;
-    constexpr int kLines = 2 * kRowTiles, kHeadDim = Tile::kHeadDim;
+    constexpr int kLines = 2 * kRowTiles, kHeadDim = kSide == 1 ? kHeadDim1 : kHeadDim2;
     constexpr int kGradientOffset = Tile::kStationaryBytes + kNumStages * Block::kStageBytes;
     // Columns of dQ are dealt to warps in pairs of column tiles.
     constexpr int kColPairs = kHeadDim / 16, kColPairsPerWarp = ceil_div(kColPairs, kNumWarps);
@@ -216,5 +216,8 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     cp_async_wait<0>();
 
     // 7. The keys' rows.
-    if constexpr (kHasDk) block.template store_keys<Element>(params, first_key, dk, factor);
+    if constexpr (kHasDk) {
+        block.store_keys(params, first_key, dk,
+                         params.gradient_scale * gradient_unit<kSide> / factor, false);
+    }
 }

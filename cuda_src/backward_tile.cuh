@@ -9,11 +9,10 @@
 #include "smem.cuh"
 #include "softcap.cuh"
 
+// Head dimensions in units of 16 bits.
 template <int kSide, int kHeadDim1, int kHeadDim2, int kRowTiles, int kNumWarps_, int kBlockCols,
           int kNumStages>
 struct BackwardTile {
-    static constexpr int kHeadDim =
-        kSide == 1 ? kHeadDim1 : kHeadDim2;  // of the side that gets gradients
     static constexpr int kNumWarps = kNumWarps_, kNumThreads = 32 * kNumWarps;
     static constexpr int kRowsPerWarp = 16 * kRowTiles, kBlockRows = kRowsPerWarp * kNumWarps;
     static_assert(kNumStages >= 2, "the next tile is under way while one is used");
@@ -54,7 +53,8 @@ SKL_DEVICE void load_rows(uint32 destination, const BackwardParams& params, int 
 
 // A block of the key-stationary kernels: its keys, its walk over the queries (schedule.cuh), and
 // what it loads and stores. It lives in shared memory: the registers belong to the accumulators.
-template <class Tile_, int kSide, int kHeadDim1, int kHeadDim2, int kBlockQ, bool kIsAligned>
+template <class Element, class Tile_, int kSide, int kHeadDim1, int kHeadDim2, int kBlockQ,
+          bool kIsAligned>
 struct KeyBlock : QueryWalk<kSide, Tile_::kBlockRows, kBlockQ> {
     using Tile = Tile_;
     static constexpr int kStageBytes =
@@ -74,8 +74,9 @@ struct KeyBlock : QueryWalk<kSide, Tile_::kBlockRows, kBlockQ> {
         const int key_head = head_idx / (kWhich == 1 ? params.group1 : params.group2);
         load_tile<Tile::kBlockRows, kHeadDim, Tile::kNumThreads, kIsAligned>(
             tile,
-            rows_of_head(kWhich == 1 ? params.k1 : params.k2, batch_idx, key_head,
-                         params.range.num_keys, kWhich == 1 ? params.head_dim1 : params.head_dim2),
+            rows_of_head<Element>(kWhich == 1 ? params.k1 : params.k2, batch_idx, key_head,
+                                  params.range.num_keys,
+                                  kWhich == 1 ? params.head_dim1 : params.head_dim2),
             first_key);
     }
     // A tile of queries with its rows, as one group of copies; an empty group behind the last tile,
@@ -86,29 +87,31 @@ struct KeyBlock : QueryWalk<kSide, Tile_::kBlockRows, kBlockQ> {
             const auto [head_idx, first_query] = tile;
             const int num_queries = params.range.num_queries;
             load_tile<kBlockQ, kHeadDim1, Tile::kNumThreads, kIsAligned>(
-                sStage, rows_of_head(params.q1, batch_idx, head_idx, num_queries, params.head_dim1),
+                sStage,
+                rows_of_head<Element>(params.q1, batch_idx, head_idx, num_queries,
+                                      params.head_dim1),
                 first_query);
             load_tile<kBlockQ, kHeadDim2, Tile::kNumThreads, kIsAligned>(
                 sStage + Tile::kStreamed1Bytes,
-                rows_of_head(params.q2, batch_idx, head_idx, num_queries, params.head_dim2),
+                rows_of_head<Element>(params.q2, batch_idx, head_idx, num_queries,
+                                      params.head_dim2),
                 first_query);
             load_rows<kBlockQ>(sStage + Tile::kStageBytes, params, batch_idx, head_idx,
                                first_query);
         }
         cp_async_commit();
     }
-    template <class Element, int kLines, int kElements>
+    template <int kLines, int kElements>
     SKL_DEVICE void store_keys(const BackwardParams& params, int first_row,
-                               const float (&dk)[kLines][kElements], float factor) const {
+                               const float (&dk)[kLines][kElements], float scale, bool adds) const {
         float row_factor[kLines];
         SKL_UNROLL
-        for (int line = 0; line < kLines; ++line)
-            row_factor[line] = params.gradient_scale * gradient_unit<kSide> / factor;
+        for (int line = 0; line < kLines; ++line) row_factor[line] = scale;
         store_gradient<Element>(
             params.dk,
             batch_idx * params.dk_rows.batch_stride + key_head_idx * params.dk_rows.head_stride,
             params.dk_rows.row_stride, first_row, params.range.num_keys,
-            kSide == 1 ? params.head_dim1 : params.head_dim2, dk, row_factor);
+            kSide == 1 ? params.head_dim1 : params.head_dim2, dk, row_factor, adds);
     }
 };
 

@@ -1,4 +1,4 @@
-// Words every file shares: fixed-width integers, the two element types, and what lets plain
+// Words every file shares: fixed-width integers, the element types, and what lets plain
 // arithmetic also compile with a host C++ compiler. No CUDA header is included anywhere in this
 // folder: NVRTC needs none, and a user neither.
 #pragma once
@@ -12,11 +12,19 @@ using int64 = long long;
 // do with them.
 struct bf16 {};
 struct fp16 {};
+// Elements of 4 bytes, in two ways of multiplying them: as sums of bfloat16, to the accuracy of
+// float32, and rounded to tf32.
+struct fp32 {};
+struct tf32 {};
 
 template <class A, class B>
 inline constexpr bool is_same = false;
 template <class A>
 inline constexpr bool is_same<A, A> = true;
+
+// Layouts count in units of 16 bits; so many make an element.
+template <class Element>
+inline constexpr int kUnits = is_same<Element, fp32> || is_same<Element, tf32> ? 2 : 1;
 
 template <bool kCondition, class A, class B>
 struct Choose {

@@ -48,8 +48,11 @@ struct ForwardTraits {
     static_assert(kKeysPerWarp % kChunkK == 0,
                   "a warp walks its part of a key tile in whole chunks");
 
-    static constexpr int kQ1Bytes = kBlockQ * kHeadDim1 * 2, kQ2Bytes = kBlockQ * kHeadDim2 * 2;
-    static constexpr int kK1Bytes = kBlockK * kHeadDim1 * 2, kK2Bytes = kBlockK * kHeadDim2 * 2;
+    // Units of 16 bits in a row.
+    static constexpr int kUnits1 = kUnits<Element> * kHeadDim1,
+                         kUnits2 = kUnits<Element> * kHeadDim2;
+    static constexpr int kQ1Bytes = kBlockQ * kUnits1 * 2, kQ2Bytes = kBlockQ * kUnits2 * 2;
+    static constexpr int kK1Bytes = kBlockK * kUnits1 * 2, kK2Bytes = kBlockK * kUnits2 * 2;
     static constexpr int kStageBytes = kK1Bytes + kK2Bytes;
     static constexpr int kQueryBytes = kQ1Bytes + kQ2Bytes;
     // Queries that move on to registers pass through the space of the ring.
@@ -60,10 +63,10 @@ struct ForwardTraits {
     static constexpr int kSmemBytes =
         max_of(kTileBytes, kStateBytes);  // states are exchanged after the last tile
 
-    template <int kHeadDim>
+    template <int kUnitsOfRow>
     using Stationary =
-        typename Choose<kQueriesInRegisters, StationaryRegisters<kHeadDim, kRowTiles>,
-                        StationaryShared<kHeadDim, kRowTiles>>::Type;
+        typename Choose<kQueriesInRegisters, StationaryRegisters<kUnitsOfRow, kRowTiles>,
+                        StationaryShared<kUnitsOfRow, kRowTiles>>::Type;
 };
 
 template <class Element, int kHeadDim1, int kHeadDim2, int kRowTiles, int kNumWarpsQ,
@@ -76,6 +79,7 @@ __global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ* kNum
                       kChunkK, kNumStages, kQueriesInRegisters, kIsAligned, kHasEntropy>;
     using State = typename Traits::State;
     constexpr int kNumThreads = Traits::kNumThreads, kLines = Traits::kLines;
+    constexpr int kUnits1 = Traits::kUnits1, kUnits2 = Traits::kUnits2;
     extern __shared__ __align__(128) unsigned char smem[];
     const uint32 sQ1 = shared_address(smem), sQ2 = sQ1 + Traits::kQ1Bytes;
     const uint32 sRing = sQ1 + Traits::kRingOffset;
@@ -90,31 +94,31 @@ __global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ* kNum
 
     // 1. The queries.
     const RowsOfHead gQ1 =
-        rows_of_head(params.q1, batch_idx, head_idx, range.num_queries, params.head_dim1);
+        rows_of_head<Element>(params.q1, batch_idx, head_idx, range.num_queries, params.head_dim1);
     const RowsOfHead gQ2 =
-        rows_of_head(params.q2, batch_idx, head_idx, range.num_queries, params.head_dim2);
-    const RowsOfHead gK1 = rows_of_head(params.k1, batch_idx, head_idx / params.group1,
-                                        range.num_keys, params.head_dim1);
-    const RowsOfHead gK2 = rows_of_head(params.k2, batch_idx, head_idx / params.group2,
-                                        range.num_keys, params.head_dim2);
+        rows_of_head<Element>(params.q2, batch_idx, head_idx, range.num_queries, params.head_dim2);
+    const RowsOfHead gK1 = rows_of_head<Element>(params.k1, batch_idx, head_idx / params.group1,
+                                                 range.num_keys, params.head_dim1);
+    const RowsOfHead gK2 = rows_of_head<Element>(params.k2, batch_idx, head_idx / params.group2,
+                                                 range.num_keys, params.head_dim2);
     if constexpr (kIsPacked) {
-        load_packed_tile<Traits::kBlockQ, kHeadDim1, kNumThreads, kIsAligned>(
-            sQ1, gQ1, params.q1.head_stride, TileRows<true>(params, block, 0));
-        load_packed_tile<Traits::kBlockQ, kHeadDim2, kNumThreads, kIsAligned>(
-            sQ2, gQ2, params.q2.head_stride, TileRows<true>(params, block, 0));
+        load_packed_tile<Traits::kBlockQ, kUnits1, kNumThreads, kIsAligned>(
+            sQ1, gQ1, kUnits<Element> * params.q1.head_stride, TileRows<true>(params, block, 0));
+        load_packed_tile<Traits::kBlockQ, kUnits2, kNumThreads, kIsAligned>(
+            sQ2, gQ2, kUnits<Element> * params.q2.head_stride, TileRows<true>(params, block, 0));
     } else {
-        load_tile<Traits::kBlockQ, kHeadDim1, kNumThreads, kIsAligned>(sQ1, gQ1, block.first_query);
-        load_tile<Traits::kBlockQ, kHeadDim2, kNumThreads, kIsAligned>(sQ2, gQ2, block.first_query);
+        load_tile<Traits::kBlockQ, kUnits1, kNumThreads, kIsAligned>(sQ1, gQ1, block.first_query);
+        load_tile<Traits::kBlockQ, kUnits2, kNumThreads, kIsAligned>(sQ2, gQ2, block.first_query);
     }
     cp_async_commit();
-    typename Traits::template Stationary<kHeadDim1> queries1;
-    typename Traits::template Stationary<kHeadDim2> queries2;
+    typename Traits::template Stationary<kUnits1> queries1;
+    typename Traits::template Stationary<kUnits2> queries2;
     if constexpr (kQueriesInRegisters) {
         cp_async_wait<0>();
         __syncthreads();
     }
-    queries1.load(sQ1 + first_row * kHeadDim1 * 2);
-    queries2.load(sQ2 + first_row * kHeadDim2 * 2);
+    queries1.load(sQ1 + first_row * kUnits1 * 2);
+    queries2.load(sQ2 + first_row * kUnits2 * 2);
     if constexpr (kQueriesInRegisters) __syncthreads();
 
     // 2. The ring of key tiles.
@@ -125,10 +129,9 @@ __global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ* kNum
     const auto load_stage = [&](int tile, int stage) {
         if (tile < tiles.end) {
             const uint32 sK1 = sRing + stage * Traits::kStageBytes;
-            load_tile<kBlockK, kHeadDim1, kNumThreads, kIsAligned>(sK1, gK1,
-                                                                   tile * kBlockK + origin);
-            load_tile<kBlockK, kHeadDim2, kNumThreads, kIsAligned>(sK1 + Traits::kK1Bytes, gK2,
-                                                                   tile * kBlockK + origin);
+            load_tile<kBlockK, kUnits1, kNumThreads, kIsAligned>(sK1, gK1, tile * kBlockK + origin);
+            load_tile<kBlockK, kUnits2, kNumThreads, kIsAligned>(sK1 + Traits::kK1Bytes, gK2,
+                                                                 tile * kBlockK + origin);
         }
         cp_async_commit();  // empty at the end, so that the count of pending groups stays the same
     };
@@ -142,8 +145,8 @@ __global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ* kNum
     const Interval any = range.any_of(first_query, last_query);
     const Interval all = range.all_of(first_query, last_query);
     const bool has_rows = rows.exists(0, range.num_queries);
-    const LaneOffset<kHeadDim1> lane1 = lane_offset_b<kHeadDim1>();
-    const LaneOffset<kHeadDim2> lane2 = lane_offset_b<kHeadDim2>();
+    const LaneOffset<kUnits1> lane1 = lane_offset_b<kUnits1>();
+    const LaneOffset<kUnits2> lane2 = lane_offset_b<kUnits2>();
 
     int stage = 0;
     SKL_NO_UNROLL
@@ -160,10 +163,10 @@ __global__ void __launch_bounds__(32 * kNumWarpsQ * kNumWarpsK, kNumWarpsQ* kNum
             if (!has_rows || first_key >= any.end || first_key + kChunkK <= any.begin) continue;
             // 3. The logits.
             float s1[kLines][kChunkK / 4], s2[kLines][kChunkK / 4];
-            compute_scores<Element, kHeadDim1, kRowTiles, kChunkK>(
-                s1, queries1, sK1 + key_of_tile * kHeadDim1 * 2, lane1);
-            compute_scores<Element, kHeadDim2, kRowTiles, kChunkK>(
-                s2, queries2, sK2 + key_of_tile * kHeadDim2 * 2, lane2);
+            compute_scores<Element, kUnits1, kRowTiles, kChunkK>(
+                s1, queries1, sK1 + key_of_tile * kUnits1 * 2, lane1);
+            compute_scores<Element, kUnits2, kRowTiles, kChunkK>(
+                s2, queries2, sK2 + key_of_tile * kUnits2 * 2, lane2);
             if constexpr (kHasSoftcap) {
                 cap_scores(s1, params.tanh_scale1);
                 cap_scores(s2, params.tanh_scale2);

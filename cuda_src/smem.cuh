@@ -1,5 +1,6 @@
-// Tiles of 16-bit elements in shared memory: [rows][kHeadDim], swizzled so that neither ldmatrix
-// nor 16-byte stores meet a bank conflict, and the copies that fill them.
+// Tiles of 16-bit units in shared memory: [rows][kHeadDim], swizzled so that neither ldmatrix
+// nor 16-byte stores meet a bank conflict, and the copies that fill them. Elements of 4 bytes are
+// two units each, so that a tile of them has twice the head dimension here.
 #pragma once
 #include "base.cuh"
 #include "params.cuh"
@@ -46,7 +47,7 @@ struct LaneOffset {
     }
 };
 
-// Rows of one head of one tensor in global memory; what lies outside reads as zero.
+// Rows of one head of one tensor in global memory, in units; what lies outside reads as zero.
 struct RowsOfHead {
     const uint16* data;
     int64 row_stride;
@@ -54,11 +55,13 @@ struct RowsOfHead {
 };
 
 #if defined(__CUDACC__)
+template <class Element>
 SKL_DEVICE RowsOfHead rows_of_head(const TensorRef& tensor, int batch_idx, int head_idx,
                                    int num_rows, int head_dim) {
     const uint16* data = static_cast<const uint16*>(tensor.data);
-    return {data + batch_idx * tensor.batch_stride + head_idx * tensor.head_stride,
-            tensor.row_stride, num_rows, head_dim};
+    return {
+        data + kUnits<Element> * (batch_idx * tensor.batch_stride + head_idx * tensor.head_stride),
+        kUnits<Element> * tensor.row_stride, num_rows, kUnits<Element> * head_dim};
 }
 
 // One chunk from global to shared memory; zeros where it is not inside. `readable` is any address

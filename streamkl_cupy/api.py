@@ -46,6 +46,7 @@ from streamkl_cupy.problem import (
     check_options,
     check_output,
     check_parts,
+    check_precision,
     check_rows,
     check_softcaps,
     check_strategy,
@@ -105,6 +106,7 @@ def attention_kl(
     cu_seqlens_k: ArrayT | None = ...,
     max_seqlen_q: int | None = ...,
     max_seqlen_k: int | None = ...,
+    precision: str | None = ...,
     lse1: ArrayT | None = ...,
     lse2: ArrayT | None = ...,
     return_state: Literal[False] = ...,
@@ -133,6 +135,7 @@ def attention_kl(
     cu_seqlens_k: SupportsDLPack | None = ...,
     max_seqlen_q: int | None = ...,
     max_seqlen_k: int | None = ...,
+    precision: str | None = ...,
     lse1: SupportsDLPack | None = ...,
     lse2: SupportsDLPack | None = ...,
     return_state: Literal[True],
@@ -161,6 +164,7 @@ def attention_kl(
     cu_seqlens_k: SupportsDLPack | None = ...,
     max_seqlen_q: int | None = ...,
     max_seqlen_k: int | None = ...,
+    precision: str | None = ...,
     return_state: bool = ...,
     return_entropy: Literal[True],
     out: KLState | None = ...,
@@ -186,6 +190,7 @@ def attention_kl(
     cu_seqlens_k: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    precision: str | None = None,
     lse1: Any = None,
     lse2: Any = None,
     return_state: bool = False,
@@ -204,8 +209,8 @@ def attention_kl(
         teacher. ``HK1`` divides ``H``; query head h uses key head ``h // (H // HK1)``.
     q2, k2
         The same of P2, usually the student: ``(B, H, N_Q, D2)`` and ``(B, HK2, N_K, D2)``.
-        The four are arrays of one library, one device and one dtype: bfloat16 or float16 on a
-        GPU, with D1 and D2 multiples of 8 from 8 to 256; on the CPU also float32 and float64,
+        The four are arrays of one library, one device and one dtype: bfloat16, float16 or
+        float32 on a GPU, with D1 and D2 multiples of 8 from 8 to 256; on the CPU also float64,
         and any D. Any view goes in without a copy if its last stride is 1. Ranks 3
         ``(B * H, N, D)`` and 2 ``(N, D)`` are accepted.
     causal
@@ -244,6 +249,11 @@ def attention_kl(
     max_seqlen_q, max_seqlen_k
         The lengths of the longest sequences, or more: the plan goes by them, the values do not. By
         default N_Q and N_K.
+    precision
+        How float32 inputs are multiplied on a GPU: ``"float32"``, the default, to the accuracy of
+        float32, or ``"tf32"``, which rounds them to 11 significant bits, about three digits of the
+        logits, and is faster. No setting of torch or JAX changes it. No matter on the CPU; inputs
+        that are not float32 take None alone.
     lse1, lse2
         Log-sum-exps to divide by instead of those over the keys of this call, one or both: of a
         softmax that also covers keys that are not here, such as sinks or another shard. One value
@@ -347,7 +357,10 @@ def attention_kl(
     outputs = {} if out is None else _take_state_outputs(out, returns_state, inputs, names, given)
 
     # Describe.
-    problem = _describe(inputs.keys, mask, scale1, scale2, softcaps, layout, lengths.ragged)
+    precision = check_precision(precision, inputs.keys[0][2])
+    problem = _describe(
+        inputs.keys, mask, scale1, scale2, softcaps, layout, precision, lengths.ragged
+    )
     index = inputs.keys[0][3]
     shape = _row_shape(problem, inputs)
     lengths.check(problem, index)
@@ -421,6 +434,7 @@ def attention_kl_backward(
     cu_seqlens_k: ArrayT | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    precision: str | None = None,
     strategy: str = "auto",
     deterministic: bool = False,
     out: Sequence[ArrayT] | None = None,
@@ -432,7 +446,7 @@ def attention_kl_backward(
     dkl
         Upstream gradient in the shape of kl, of any strides from 0 up: float32 on a GPU, any
         float dtype on the CPU.
-    q1, k1, q2, k2, causal, window, q_offset, scale1, scale2, softcap1, softcap2, layout
+    q1, k1, q2, k2, causal, window, q_offset, scale1, scale2, softcap1, softcap2, layout, precision
         As given to `attention_kl`.
     kv_starts, kv_lens, q_lens, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         As given to `attention_kl`. What is padding or of no sequence has zero gradients.
@@ -443,7 +457,8 @@ def attention_kl_backward(
         not computed.
     strategy
         ``"fused"`` computes the gradients of a side together, ``"separate"`` one by one;
-        ``"auto"`` takes what is faster. No matter on the CPU.
+        ``"auto"`` takes what is faster. No matter on the CPU. float32 inputs on a GPU have no
+        ``"fused"``.
     deterministic
         Make two runs agree bit for bit, which excludes ``"fused"``.
     out
@@ -500,7 +515,10 @@ def attention_kl_backward(
     outputs = {} if out is None else _take_gradient_outputs(out, wrt, inputs)
 
     # Describe.
-    problem = _describe(inputs.keys, mask, scale1, scale2, softcaps, layout, lengths.ragged)
+    precision = check_precision(precision, inputs.keys[0][2])
+    problem = _describe(
+        inputs.keys, mask, scale1, scale2, softcaps, layout, precision, lengths.ragged
+    )
     _, _, dtype, index, _ = inputs.keys[0]
     lengths.check(problem, index)
     shape = _row_shape(problem, inputs)
@@ -665,6 +683,7 @@ def warmup(
     head_dim2: int = 128,
     dtype: str = "bfloat16",
     *,
+    precision: str | None = None,
     wrt: Sequence[str] = ("q2", "k2"),
     backward: bool = True,
     unaligned: bool = False,
@@ -686,7 +705,9 @@ def warmup(
     head_dim1, head_dim2
         Head dimensions of the two sides.
     dtype
-        ``"bfloat16"`` or ``"float16"``.
+        ``"bfloat16"``, ``"float16"`` or ``"float32"``.
+    precision
+        Of float32 inputs, as `attention_kl` takes it.
     wrt
         The gradients that will be asked for, as `attention_kl_backward` takes it.
     backward
@@ -737,7 +758,9 @@ def warmup(
     check_head_dim("head_dim2", head_dim2)
     if dtype not in GPU_DTYPES:
         remedy = "name the dtype of the inputs"
-        raise ValueError(message("dtype", '"bfloat16" or "float16"', repr(dtype), remedy))
+        expected = '"bfloat16", "float16" or "float32"'
+        raise ValueError(message("dtype", expected, repr(dtype), remedy))
+    arithmetic = check_precision(precision, dtype) or dtype
     if device is not None and arch is not None:
         remedy = "leave out device to build for an arch, or arch to load on a device"
         raise ValueError(message("arch", "None together with device", repr(arch), remedy))
@@ -757,17 +780,18 @@ def warmup(
 
     force = env.force()
     plans: list[plan.ForwardPlan | plan.BackwardPlan] = []
+    strategies = [s for s in STRATEGIES if s != "fused" or arithmetic not in plan.WIDE]
     for problem in _warmup_problems(
-        head_dim1, head_dim2, dtype, unaligned, windowed, ragged, softcap
+        head_dim1, head_dim2, dtype, precision, unaligned, windowed, ragged, softcap
     ):
         for has_entropy in (False, True)[: 1 + entropy]:
             plans.append(plan.forward(problem, facts, force=force, has_entropy=has_entropy))
-        for strategy in STRATEGIES if backward else ():
+        for strategy in strategies if backward else ():
             plans.append(plan.backward(problem, facts, wrt, strategy=strategy, force=force))
     dims = plan.bucket(head_dim1), plan.bucket(head_dim2)
     for one in facts.tuned:
         of, problem = one.problem_class, choices.problem_of(one)
-        if (of.dtype, of.head_dim1, of.head_dim2) != (dtype, *dims):
+        if (of.dtype, of.head_dim1, of.head_dim2) != (arithmetic, *dims):
             continue
         if not of.wrt:
             plans.append(plan.forward(problem, facts, force=force))
@@ -789,7 +813,7 @@ def warmup(
         (False, True)[: 1 + softcap],
     ):
         for kernel, template, shared_memory in plan.forward_kernels(
-            dtype, *dims, aligned, mask, facts, has_entropy, has_softcap
+            arithmetic, *dims, aligned, mask, facts, has_entropy, has_softcap
         ):
             kernels.setdefault((kernel, template), shared_memory)
 
@@ -991,10 +1015,12 @@ def _describe(
     scale2: float | None,
     softcaps: tuple[float, float],
     layout: str,
+    precision: str | None,
     ragged: Ragged | None = None,
 ) -> Problem:
     operands = map(interop.operand_of, INPUTS, keys)
-    return describe(*operands, **_options(mask, scale1, scale2, softcaps, layout), ragged=ragged)
+    options = _options(mask, scale1, scale2, softcaps, layout)
+    return describe(*operands, **options, precision=precision, ragged=ragged)
 
 
 class _Lengths:
@@ -1349,6 +1375,7 @@ def _warmup_problems(
     head_dim1: int,
     head_dim2: int,
     dtype: str,
+    precision: str | None,
     unaligned: bool,
     windowed: bool,
     ragged: bool,
@@ -1385,5 +1412,5 @@ def _warmup_problems(
                     ("k2", _WARMUP_KEYS, head_dim2, groups[1]),
                 )
             ]
-            problems.append(describe(*operands, **mask, softcap1=softcap1))
+            problems.append(describe(*operands, **mask, softcap1=softcap1, precision=precision))
     return problems

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from streamkl_cupy import __version__, env, jit, plan
-from streamkl_cupy.problem import GPU_DTYPES, INPUTS, STRATEGIES, Problem, contiguous
+from streamkl_cupy.problem import INPUTS, STRATEGIES, Problem, contiguous
 
 FORMAT = 1
 _REMEDY = (
@@ -157,8 +157,10 @@ def problem_of(tuned: plan.TunedChoice) -> Problem:
     """A problem of a class, in the shape that was measured, contiguous and aligned."""
     of = tuned.problem_class
     heads, num_queries, num_keys = tuned.shape
+    is_wide = of.dtype in plan.WIDE
     return contiguous(
-        of.dtype,
+        "float32" if is_wide else of.dtype,
+        precision=of.dtype if is_wide else None,
         batch=1,
         num_heads=heads,
         num_key_heads1=heads // of.group1,
@@ -202,7 +204,7 @@ def _parse(content: Any, card: str, facts: plan.DeviceFacts) -> tuple[plan.Tuned
 
 def _entry(entry: Mapping[str, Any], facts: plan.DeviceFacts) -> plan.TunedChoice:
     of = dict(entry["problem_class"])
-    if of["dtype"] not in GPU_DTYPES or not set(of["wrt"]) <= set(INPUTS):
+    if of["dtype"] not in plan.ELEMENTS or not set(of["wrt"]) <= set(INPUTS):
         raise ValueError(f"unknown dtype or gradients in {of}")
     heads, num_queries, num_keys = map(int, entry["shape"])
     tuned = plan.TunedChoice(

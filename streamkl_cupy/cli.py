@@ -473,6 +473,7 @@ def _warmup(options: argparse.Namespace) -> tuple[Payload, int]:
                     head_dim1,
                     head_dim2,
                     dtype,
+                    precision=options.precision if dtype == "float32" else None,
                     wrt=options.wrt,
                     backward=not options.forward_only,
                     unaligned=options.unaligned,
@@ -832,6 +833,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     warm.add_argument(
         "--dtypes", nargs="+", choices=problem.GPU_DTYPES, default=["bfloat16"], metavar="DTYPE"
+    )
+    warm.add_argument(
+        "--precision",
+        choices=problem.PRECISIONS,
+        help="how float32 inputs will be multiplied (default: float32)",
     )
     warm.add_argument(
         "--wrt",

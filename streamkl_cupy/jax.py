@@ -40,6 +40,7 @@ from streamkl_cupy.problem import (
     check_flag,
     check_lengths,
     check_options,
+    check_precision,
     check_reduction,
     check_softcaps,
     check_window,
@@ -86,6 +87,7 @@ class _Options:
     softcap1: float
     softcap2: float
     layout: str
+    precision: str | None
     deterministic: bool
     given: tuple[str, ...]
     has_entropy: bool
@@ -123,6 +125,7 @@ def attention_kl(
     cu_seqlens_k: Any = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    precision: str | None = None,
     reduction: str = "none",
     row_weights: Any = None,
     lse1: Any = None,
@@ -135,11 +138,12 @@ def attention_kl(
 
     Parameters
     ----------
-    q1, k1, q2, k2, causal, window, q_offset, scale1, scale2, softcap1, softcap2, layout
+    q1, k1, q2, k2, causal, window, q_offset, scale1, scale2, softcap1, softcap2, layout, precision
         As `streamkl_cupy.attention_kl` takes them; JAX arrays, tracers or NumPy arrays. On a GPU
-        bfloat16 or float16. Options and scales are fixed when a call is traced. Note that
+        bfloat16, float16 or float32. Options and scales are fixed when a call is traced. Note that
         ``causal=True`` is aligned to the bottom right, and that the default layout is not that of
-        `jax.nn.dot_product_attention`, which is ``"bnhd"``.
+        `jax.nn.dot_product_attention`, which is ``"bnhd"``. Only `precision` says how float32 is
+        multiplied, not ``jax_default_matmul_precision``.
     kv_starts, kv_lens, q_lens, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         The lengths of a padded batch or of packed sequences, as `streamkl_cupy.attention_kl` takes
         them; the last two are fixed when a call is traced. Of packed sequences kl is ``(H, N_Q)``,
@@ -206,6 +210,7 @@ def attention_kl(
     causal, scale1, scale2, layout = check_options(causal, scale1, scale2, layout)
     window, q_offset = check_window(window, q_offset)
     softcap1, softcap2 = check_softcaps(softcap1, softcap2)
+    check_precision(precision)
     check_flag("deterministic", deterministic)
     check_flag("return_lse", return_lse)
     check_flag("return_entropy", return_entropy)
@@ -249,6 +254,7 @@ def attention_kl(
         softcap1,
         softcap2,
         layout,
+        precision,
         deterministic,
         tuple(lse),
         return_entropy,
@@ -552,6 +558,7 @@ def _describe(
         softcap1=options.softcap1,
         softcap2=options.softcap2,
         layout=options.layout,
+        precision=options.precision,
         ragged=ragged,
     )
     for operand in of_lengths:

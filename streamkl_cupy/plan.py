@@ -17,10 +17,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias, TypeVar, cast
 
-from streamkl_cupy.problem import NO_WINDOW, Problem
+from streamkl_cupy.problem import NO_WINDOW, Problem, message
 
 BUCKETS = (32, 64, 96, 128, 192, 256)
-ELEMENTS = {"bfloat16": "bf16", "float16": "fp16"}
+# What kernels multiply (`Problem.arithmetic`), by its name in the sources.
+ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "tf32": "tf32"}
+# Elements of 4 bytes: only forward_sm80 and the portable pair of the backward take them.
+WIDE = ("float32", "tf32")
 STATE_FIELDS = 5  # m1 l1 m2 l2 acc
 ENTROPY_STATE_FIELDS = 6  # and moment1
 FLOAT_BYTES = 4
@@ -77,6 +80,10 @@ BACKWARD_KERNELS = (
     "backward_dq_both_sm90",
     "backward_dk_both_sm90",
 )
+
+
+# What there is for elements of 4 bytes.
+PORTABLE_PAIR = ("backward_dq_sm80", "backward_dk_sm80")
 
 
 class PlanError(ValueError):
@@ -200,6 +207,11 @@ class WarpgroupTile:
         queries = 0 if self.queries_in_registers else self.stationary_rows * row
         barriers = 8 * (2 * self.num_stages + self.num_consumers)
         return queries + self.num_stages * self.block_k * row + barriers
+
+
+def padded(dim: int, arithmetic: str) -> int:
+    """A bucket in units of 16 bits, which the tiles of the portable kernels count in."""
+    return 2 * dim if arithmetic in WIDE else dim
 
 
 def _panel_row_bytes(dim: int) -> int:
@@ -700,17 +712,26 @@ def _forward(
             has_entropy,
             problem.has_softcap,
         )
+        smem = tile.shared_memory(dim1, dim2)
     else:
+        arithmetic = problem.arithmetic
         heads = heads_per_tile(problem, FEW_QUERIES // max(1, problem.num_queries))
         rows = min(problem.num_queries * heads, most_rows(problem))
         narrow = choice.forward_tile or forward_tile(
-            dim1, dim2, rows, problem.kernel_mask, device, has_entropy, problem.has_softcap
+            dim1,
+            dim2,
+            rows,
+            problem.kernel_mask,
+            device,
+            has_entropy,
+            problem.has_softcap,
+            arithmetic,
         )
         assert isinstance(narrow, ForwardTile)
         heads = heads_per_tile(problem, min(heads, narrow.stationary_rows))
         aligned = problem.aligned
         template = forward_template(
-            problem.dtype,
+            arithmetic,
             dim1,
             dim2,
             narrow,
@@ -720,7 +741,7 @@ def _forward(
             has_entropy,
             problem.has_softcap,
         )
-        smem = narrow.shared_memory(dim1, dim2)
+        smem = narrow.shared_memory(padded(dim1, arithmetic), padded(dim2, arithmetic))
         fitting = (device.shared_memory_per_block + RESERVED_BYTES) // (smem + RESERVED_BYTES)
         resident, tile = max(1, min(narrow.blocks_per_sm, fitting)), narrow
         blocks = num_blocks(problem, tile, heads)
@@ -735,7 +756,6 @@ def _forward(
     if blocks > 0:
         if table is not None:
             kernels.append(table)
-        smem = tile.shared_memory(dim1, dim2)
         boxes = None
         if kernel == "forward_sm90":
             assert isinstance(tile, WarpgroupTile)
@@ -750,7 +770,7 @@ def _forward(
     if table is not None:
         workspace = table_offset + table_bytes(problem, has_keys=False)
     name = (
-        f"{kernel}_{ELEMENTS[problem.dtype]}_d{dim1}x{dim2}"
+        f"{kernel}_{ELEMENTS[problem.arithmetic]}_d{dim1}x{dim2}"
         f"_q{tile.stationary_rows}_k{tile.block_k}_s{tile.num_stages}"
         f"{'' if problem.aligned else '_guarded'}{f'_pack{heads}' if heads > 1 else ''}"
         f"{f'_split{num_splits}' if num_splits > 1 else ''}{_mask_suffix(problem)}"
@@ -898,6 +918,8 @@ def why_not_sm90(problem: Problem, device: DeviceFacts) -> str:
     """Why ``forward_sm90`` cannot run; empty if it can."""
     if device.arch != "sm_90a":
         return f"expected a card of compute capability 9.0; got {device.arch}"
+    if problem.arithmetic in WIDE:
+        return f"expected bfloat16 or float16 inputs; got {problem.dtype}"
     if not problem.aligned:
         return "expected addresses and strides that are multiples of 16 bytes"
     sizes = (problem.num_queries, problem.num_keys, problem.num_queries, problem.num_keys)
@@ -1053,10 +1075,12 @@ def forward_tile(
     device: DeviceFacts,
     has_entropy: bool = False,
     has_softcap: bool = False,
+    arithmetic: str = "bfloat16",
 ) -> ForwardTile:
     """Choose the tile of a pair of buckets; see `forward_tiles`."""
-    tiles = forward_tiles(dim1, dim2, num_rows, mask, has_entropy, has_softcap)
-    sizes = [tile.shared_memory(dim1, dim2) for tile in tiles]
+    tiles = forward_tiles(dim1, dim2, num_rows, mask, has_entropy, has_softcap, arithmetic)
+    widths = padded(dim1, arithmetic), padded(dim2, arithmetic)
+    sizes = [tile.shared_memory(*widths) for tile in tiles]
     if num_rows <= FEW_QUERIES:
         # Bound by memory: what counts is bytes under way, and the list is in that order.
         for tile, size in zip(tiles, sizes, strict=True):
@@ -1072,14 +1096,18 @@ def forward_tiles(
     mask: str,
     has_entropy: bool = False,
     has_softcap: bool = False,
+    arithmetic: str = "bfloat16",
 ) -> tuple[ForwardTile, ...]:
     """Tiles for a pair of buckets and so many rows, the fastest first.
 
     Few rows take tiles whose warps share the keys, so that a block is bound by memory and not by
     one warp's products. Many queries take 32 rows a warp, which halves the shared memory traffic of
     the keys; past head dimensions of 256 in all, 16 rows a warp with the queries in registers, so
-    that two blocks still fit. Masks with a beginning need a few registers more.
+    that two blocks still fit. Masks with a beginning need a few registers more. Elements of 4 bytes
+    leave their queries in shared memory.
     """
+    if arithmetic in WIDE:
+        return _wide_forward_tiles(num_rows)
     total = dim1 + dim2
     if num_rows <= 16:
         # Past 384, guarded loads of packed heads leave no registers for queries beside a mask's.
@@ -1098,6 +1126,21 @@ def forward_tiles(
     if total <= 256:
         return (ForwardTile(2, 4, 1, 32, 32, 2, False), ForwardTile(2, 4, 1, 32, 16, 2, True))
     return (ForwardTile(1, 4, 1, 32, 32, 2, True), ForwardTile(1, 4, 1, 16, 16, 2, True))
+
+
+def _wide_forward_tiles(num_rows: int) -> tuple[ForwardTile, ...]:
+    if num_rows <= 16:
+        tiles = [
+            ForwardTile(1, 1, 4, 128, 32, 2, False),
+            ForwardTile(1, 1, 4, 64, 16, 2, False),
+            ForwardTile(1, 1, 2, 32, 16, 2, False),
+        ]
+    elif num_rows <= FEW_QUERIES:
+        tiles = [ForwardTile(2, 2, 2, 64, 32, 2, False), ForwardTile(1, 4, 1, 32, 32, 2, False)]
+    else:
+        tiles = [ForwardTile(2, 4, 1, 32, 32, 2, False), ForwardTile(1, 4, 1, 32, 32, 2, False)]
+    narrow = [ForwardTile(1, warps, 1, 16, 16, 2, False) for warps in (4, 2, 1)]
+    return (*tiles, *narrow)
 
 
 def forward_template(
@@ -1276,7 +1319,7 @@ def _backward(
     ]
     guarded = "" if problem.aligned else "_guarded"
     mask = _mask_suffix(problem) + _softcap_suffix(problem)
-    name = f"backward_{'_'.join(parts)}_{ELEMENTS[problem.dtype]}_{dims}{guarded}{mask}"
+    name = f"backward_{'_'.join(parts)}_{ELEMENTS[problem.arithmetic]}_{dims}{guarded}{mask}"
     return BackwardPlan(
         name,
         device.arch,
@@ -1410,7 +1453,13 @@ def _side(
         )
     if strategy == "auto" and choice.strategy is not None:
         strategy = choice.strategy
-    tiles = dict(choice.backward_tiles)
+    tiles, arithmetic = dict(choice.backward_tiles), problem.arithmetic
+    if arithmetic in WIDE and strategy == "fused":
+        expected, remedy = (
+            f'"auto" or "separate" with {problem.dtype} inputs on a GPU',
+            "leave it out",
+        )
+        raise PlanError(message("strategy", expected, repr(strategy), remedy))
     dim1, dim2 = bucket(problem.head_dim1), bucket(problem.head_dim2)
     _, trained = _fixed_and_trained(dim1, dim2, side)
     heads = problem.batch * problem.num_heads
@@ -1451,11 +1500,11 @@ def _side(
         else:
             if not isinstance(tile, BackwardTile):
                 aligned, mask = problem.aligned, problem.kernel_mask
-                tile = backward_tile(name, dim1, dim2, side, device, aligned, mask)
+                tile = backward_tile(name, dim1, dim2, side, device, aligned, mask, arithmetic)
             template = backward_template(
-                name, problem.dtype, side, dim1, dim2, tile, problem.aligned, has_dk
+                name, arithmetic, side, dim1, dim2, tile, problem.aligned, has_dk
             )
-            smem = tile.shared_memory(name, dim1, dim2)
+            smem = tile.shared_memory(name, padded(dim1, arithmetic), padded(dim2, arithmetic))
         template = (
             *template,
             ("kMask", problem.kernel_mask),
@@ -1474,7 +1523,8 @@ def _side(
         dq, dq_blocks = kernel("dq", problem.num_queries, heads)
     if wants_dk:
         dk, key_blocks = kernel("dk", problem.num_keys, key_heads)
-    if not deterministic and problem.num_rows > 0 and problem.num_keys > 0:
+    has_fused = not deterministic and arithmetic not in WIDE
+    if has_fused and problem.num_rows > 0 and problem.num_keys > 0:
         candidate, num_blocks = kernel("fused", problem.num_keys, key_heads, wants_dk, wants_dq)
         if use_fused(strategy, problem.num_queries, device, candidate, dq, dk):
             assert candidate is not None
@@ -1719,16 +1769,30 @@ def use_fused(
 
 
 def backward_tile(
-    kernel: str, dim1: int, dim2: int, side: int, device: DeviceFacts, aligned: bool, mask: str
+    kernel: str,
+    dim1: int,
+    dim2: int,
+    side: int,
+    device: DeviceFacts,
+    aligned: bool,
+    mask: str,
+    arithmetic: str = "bfloat16",
 ) -> BackwardTile:
     """Choose the tile of a kernel and a pair of buckets; see `backward_tiles`."""
-    tiles = backward_tiles(kernel, dim1, dim2, side, aligned, mask)
-    sizes = [tile.shared_memory(kernel, dim1, dim2) + STATIC_BYTES for tile in tiles]
+    tiles = backward_tiles(kernel, dim1, dim2, side, aligned, mask, arithmetic)
+    widths = padded(dim1, arithmetic), padded(dim2, arithmetic)
+    sizes = [tile.shared_memory(kernel, *widths) + STATIC_BYTES for tile in tiles]
     return _best_that_fits(kernel, (dim1, dim2), tiles, sizes, device)
 
 
 def backward_tiles(
-    kernel: str, dim1: int, dim2: int, side: int, aligned: bool, mask: str
+    kernel: str,
+    dim1: int,
+    dim2: int,
+    side: int,
+    aligned: bool,
+    mask: str,
+    arithmetic: str = "bfloat16",
 ) -> tuple[BackwardTile, ...]:
     """Tiles for a pair of buckets, the fastest first.
 
@@ -1736,6 +1800,8 @@ def backward_tiles(
     loads where addresses or strides are not aligned, and masks.
     """
     _, trained = _fixed_and_trained(dim1, dim2, side)
+    if arithmetic in WIDE:
+        return _wide_backward_tiles(dim1 + dim2, trained, aligned and mask == PLAIN)
     large = (BackwardTile(2, 4, 48, 48, 2),) if trained <= 64 and dim1 + dim2 <= 128 else ()
     if kernel == "backward_dk_sm80" and not aligned and mask == "kRagged":
         large = ()
@@ -1753,6 +1819,18 @@ def backward_tiles(
         BackwardTile(1, 4, 16, 16, 2),
         BackwardTile(1, 2, 16, 16, 2),
     )
+
+
+def _wide_backward_tiles(total: int, trained: int, is_plain: bool) -> tuple[BackwardTile, ...]:
+    """Those of elements of 4 bytes: eight warps where they fit, as one waits for its splits."""
+    tiles = [BackwardTile(1, warps, 16, 16, 2) for warps in (4, 2, 1)]
+    if trained <= 192:
+        tiles.insert(0, BackwardTile(1, 4, 32, 32, 2))
+    if trained <= (128 if is_plain else 96):
+        tiles.insert(0, BackwardTile(1, 8, 32, 32, 2))
+    if trained <= 64 and total <= 128:
+        tiles.insert(0, BackwardTile(2, 4, 32, 16, 2))
+    return tuple(tiles)
 
 
 def has_hopper_tile(kernel: str, dim1: int, dim2: int, side: int, device: DeviceFacts) -> bool:
@@ -2036,7 +2114,8 @@ class ProblemClass:
     Attributes
     ----------
     dtype, head_dim1, head_dim2
-        The head dims padded to their buckets, as the kernels are compiled for them.
+        The dtype of the inputs, or tf32; the head dims padded to their buckets, as the kernels are
+        compiled for them.
     heads, queries, keys
         Classes of batch times heads and of the lengths, as `length_class` counts them.
     causal, group1, group2
@@ -2086,7 +2165,7 @@ def problem_class(
     """The class of a problem, for the forward or for the gradients of one side."""
     heads, queries, keys = map(length_class, shape_of(problem))
     return ProblemClass(
-        dtype=problem.dtype,
+        dtype=problem.arithmetic,
         head_dim1=bucket(problem.head_dim1),
         head_dim2=bucket(problem.head_dim2),
         heads=heads,
@@ -2190,16 +2269,23 @@ def tile_candidates(
         Of a backward kernel.
     """
     dims = bucket(problem.head_dim1), bucket(problem.head_dim2)
-    limit = device.shared_memory_per_block
+    arithmetic, limit = problem.arithmetic, device.shared_memory_per_block
+    if arithmetic in WIDE and kernel not in ("forward_sm80", *PORTABLE_PAIR):
+        return ()
+    widths = padded(dims[0], arithmetic), padded(dims[1], arithmetic)
     if kernel == "forward_sm80":
         few = dict.fromkeys(
             tile
             for rows in ROW_CLASSES
             for tile in forward_tiles(
-                *dims, rows, problem.kernel_mask, has_softcap=problem.has_softcap
+                *dims,
+                rows,
+                problem.kernel_mask,
+                has_softcap=problem.has_softcap,
+                arithmetic=arithmetic,
             )
         )
-        return tuple(tile for tile in few if tile.shared_memory(*dims) <= limit)
+        return tuple(tile for tile in few if tile.shared_memory(*widths) <= limit)
     if kernel == "forward_sm90":
         is_packed = heads_per_tile(problem, WARPGROUP_ROWS) > 1
         listed = warpgroup_tiles(*dims, is_packed, has_softcap=problem.has_softcap)
@@ -2221,8 +2307,11 @@ def tile_candidates(
     if kernel == "backward_fused_sm90":
         cut = backward_warpgroup_tiles(*dims, side, problem.has_softcap)
         return tuple(tile for tile in cut if tile.shared_memory(*dims, side) <= limit)
-    cuts = backward_tiles(kernel, *dims, side, problem.aligned, problem.kernel_mask)
-    return tuple(tile for tile in cuts if tile.shared_memory(kernel, *dims) + STATIC_BYTES <= limit)
+    aligned, mask = problem.aligned, problem.kernel_mask
+    cuts = backward_tiles(kernel, *dims, side, aligned, mask, arithmetic)
+    return tuple(
+        tile for tile in cuts if tile.shared_memory(kernel, *widths) + STATIC_BYTES <= limit
+    )
 
 
 def warpgroup_grid(dim1: int, dim2: int, limit: int) -> Iterator[WarpgroupTile]:
@@ -2280,7 +2369,8 @@ def backward_candidates(
     own = planned(NO_CHOICE)
     is_fused = any(side.fused is not None for side in own.sides)
     found = {own: Choice(strategy="fused" if is_fused else "separate")}
-    for strategy, generation in itertools.product(("separate", "fused"), (None, PORTABLE)):
+    strategies = ("separate",) if problem.arithmetic in WIDE else ("separate", "fused")
+    for strategy, generation in itertools.product(strategies, (None, PORTABLE)):
         base = Choice(strategy=strategy, backward_kernel=generation)
         found.setdefault(planned(base), base)
         for side in planned(base).sides:
@@ -2314,20 +2404,25 @@ OF_FINISHED_ROWS: tuple[Specialisation, ...] = (("merge_states", ()), ("replace_
 def specialisations(arch: str) -> tuple[Specialisation, ...]:
     """Everything that a plan can return on a card of this architecture, each once."""
     pairs = [(dim1, dim2) for dim1 in BUCKETS for dim2 in BUCKETS]
-    return _specialisations(arch, pairs, in_full=pairs, masked=pairs, capped=pairs)
+    of_elements = dict.fromkeys(ELEMENTS, pairs)
+    return _specialisations(arch, of_elements, in_full=pairs, masked=pairs, capped=pairs)
 
 
 def declared(arch: str) -> tuple[Specialisation, ...]:
     """The specialisations that the tests compile.
 
     For sm_80 and sm_90a every kernel, dtype, side and equal pair of head dims and the unequal pairs
-    that the benchmarks name; windows, ragged batches, entropies and softcaps for the most common
-    pair, one at a time; for others a sample of all, the same every time.
+    that the benchmarks name, for elements of 4 bytes fewer; windows, ragged batches, entropies and
+    softcaps for the most common pair, one at a time; for others a sample of all, the same every
+    time.
     """
     if arch in FULLY_DECLARED:
         pairs = [(dim, dim) for dim in BUCKETS] + list(UNEQUAL_PAIRS)
+        of_elements = dict.fromkeys(ELEMENTS, pairs)
+        # Their loops are the same for all head dims but for the sums of gradients.
+        of_elements |= {"float32": [(64, 64), (128, 128), (256, 256)], "tf32": [(128, 128)]}
         full = [(128, 128)]
-        found = _specialisations(arch, pairs, in_full=full, masked=full, capped=full)
+        found = _specialisations(arch, of_elements, in_full=full, masked=full, capped=full)
         return tuple(one for one in found if _is_declared(dict(one[1])))
     everything = specialisations(arch)
     return tuple(random.Random(arch).sample(everything, min(SAMPLE_SIZE, len(everything))))
@@ -2341,20 +2436,22 @@ def _is_declared(template: dict[str, Any]) -> bool:
 
 def _specialisations(
     arch: str,
-    pairs: list[tuple[int, int]],
+    of_elements: dict[str, list[tuple[int, int]]],
     in_full: list[tuple[int, int]],
     masked: list[tuple[int, int]],
     capped: list[tuple[int, int]],
 ) -> tuple[Specialisation, ...]:
-    """Those of some pairs of head dims; of `in_full` also dQ without dK and the entropy."""
+    """Those of some pairs of head dims of each element; of `in_full` also dQ without dK and the
+    entropy."""
     device = device_facts(arch)
     found: dict[Specialisation, None] = dict.fromkeys((*OF_FINISHED_ROWS, ("key_table", ())))
     for side in (1, 2):
         for weighted in (True, False) if arch == "sm_90a" else (False,):
             found["backward_prepare", (("kSide", side), ("kIsWeighted", weighted))] = None
-    for dtype, element in ELEMENTS.items():
+    for dtype, pairs in of_elements.items():
+        element = ELEMENTS[dtype]
         for dim1, dim2 in pairs:
-            for dim in (dim1, dim2):
+            for dim in (dim1, dim2) if dtype not in WIDE else ():
                 found["backward_finish", (("Element", element), ("kHeadDim", dim))] = None
             masks = MASKS if (dim1, dim2) in masked else MASKS[:1]
             sums = (False, True) if (dim1, dim2) in in_full else (False,)
@@ -2365,13 +2462,15 @@ def _specialisations(
                         dtype, dim1, dim2, aligned, mask, device, has_entropy, has_softcap
                     ):
                         found[kernel, template] = None
-                for kernel in BOTH_KERNELS if arch == "sm_90a" and mask == PLAIN else ():
+                has_both = arch == "sm_90a" and dtype not in WIDE and mask == PLAIN
+                for kernel in BOTH_KERNELS if has_both else ():
                     both = both_warpgroup_tile(kernel, dim1, dim2, device)
                     if both is not None:
                         template = both_warpgroup_template(kernel, dtype, dim1, dim2, both)
                         found[kernel, template] = None
-                of_a_side = (kernel for kernel in BACKWARD_KERNELS if kernel not in BOTH_KERNELS)
-                for kernel, side in itertools.product(of_a_side, (1, 2)):
+                of_a_side = [kernel for kernel in BACKWARD_KERNELS if kernel not in BOTH_KERNELS]
+                backward_kernels = PORTABLE_PAIR if dtype in WIDE else of_a_side
+                for kernel, side in itertools.product(backward_kernels, (1, 2)):
                     if kernel == "backward_few_sm90":
                         alone = ((True, False), (False, True)) * ((dim1, dim2) in in_full)
                         for few in few_of_each_size(dim1, dim2, side, device):
@@ -2384,7 +2483,9 @@ def _specialisations(
                     only_dq = "fused" in kernel and (dim1, dim2) in in_full
                     for has_dk in (True, False) if only_dq else (True,):
                         if kernel.endswith("sm80"):
-                            cut = backward_tile(kernel, dim1, dim2, side, device, aligned, mask)
+                            cut = backward_tile(
+                                kernel, dim1, dim2, side, device, aligned, mask, dtype
+                            )
                             template = backward_template(
                                 kernel, dtype, side, dim1, dim2, cut, aligned, has_dk
                             )
@@ -2425,12 +2526,14 @@ def forward_kernels(
     bytes of shared memory."""
     for num_rows, is_packed in itertools.product(ROW_CLASSES, (False, True)):
         if not (is_packed and num_rows > FEW_QUERIES):  # only few queries are packed
-            tile = forward_tile(dim1, dim2, num_rows, mask, device, has_entropy, has_softcap)
+            tile = forward_tile(dim1, dim2, num_rows, mask, device, has_entropy, has_softcap, dtype)
             template = forward_template(
                 dtype, dim1, dim2, tile, aligned, is_packed, mask, has_entropy, has_softcap
             )
-            yield "forward_sm80", template, tile.shared_memory(dim1, dim2)
-    for is_packed in (False, True) if device.arch == "sm_90a" and aligned else ():
+            widths = padded(dim1, dtype), padded(dim2, dtype)
+            yield "forward_sm80", template, tile.shared_memory(*widths)
+    has_hopper = device.arch == "sm_90a" and aligned and dtype not in WIDE
+    for is_packed in (False, True) if has_hopper else ():
         for wide in warpgroup_tiles(dim1, dim2, is_packed, has_entropy, has_softcap):
             if _fits(wide, (dim1, dim2), device):
                 template = warpgroup_template(

@@ -22,7 +22,8 @@ INPUTS = ("q1", "k1", "q2", "k2")
 LAYOUTS = ("bhnd", "bnhd")
 STRATEGIES = ("auto", "fused", "separate")
 REDUCTIONS = ("none", "sum", "mean", "batchmean")
-GPU_DTYPES = ("bfloat16", "float16")
+GPU_DTYPES = ("bfloat16", "float16", "float32")
+PRECISIONS = ("float32", "tf32")
 CPU_DTYPES = ("bfloat16", "float16", "float32", "float64")
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
@@ -162,6 +163,8 @@ class Problem:
         Bounds of the logits; 0 for none.
     ragged
         What is known of the lengths of a padded or packed batch; None where all of it is there.
+    precision
+        How float32 inputs are multiplied on a GPU, ``"float32"`` or ``"tf32"``; None for others.
     """
 
     dtype: str
@@ -188,6 +191,7 @@ class Problem:
     softcap1: float = 0.0
     softcap2: float = 0.0
     ragged: Ragged | None = None
+    precision: str | None = None
     # A problem is looked up at every call, and hashing so many fields takes longer than the rest.
     _hash: int = field(init=False, repr=False, compare=False)
 
@@ -203,6 +207,11 @@ class Problem:
 
     def _values(self) -> tuple[Any, ...]:
         return tuple(getattr(self, item.name) for item in fields(self) if item.init)
+
+    @property
+    def arithmetic(self) -> str:
+        """What the kernels multiply: the dtype, or ``"tf32"``."""
+        return self.precision or self.dtype
 
     @property
     def num_rows(self) -> int:
@@ -290,6 +299,7 @@ def describe(
     softcap1: float | None = None,
     softcap2: float | None = None,
     layout: str = "bhnd",
+    precision: Any = None,
     ragged: Ragged | None = None,
 ) -> Problem:
     """Check the inputs of a call and describe what is to be computed.
@@ -310,6 +320,8 @@ def describe(
         Bounds of the logits, as `check_softcaps` takes them.
     layout
         ``"bhnd"`` or ``"bnhd"``.
+    precision
+        As `check_precision` takes it.
     ragged
         Of a padded or packed batch. Packed sequences are ``(N_Q, H, D1) (N_K, HK1, D1)
         (N_Q, H, D2) (N_K, HK2, D2)``, with all of them along the lengths.
@@ -352,6 +364,7 @@ def describe(
                     "cast the four inputs to one dtype",
                 )
             )
+    precision = check_precision(precision, q1.dtype)
     for operand in operands[1:]:
         _check_device(operand, q1.name, q1.device)
     is_packed = ragged is not None and ragged.is_packed
@@ -396,6 +409,7 @@ def describe(
         softcap1=softcap1,
         softcap2=softcap2,
         ragged=ragged,
+        precision=precision,
     )
 
 
@@ -445,6 +459,7 @@ def contiguous(
     q_offset: Any = None,
     softcap1: Any = None,
     softcap2: Any = None,
+    precision: Any = None,
 ) -> Problem:
     """Describe a call of contiguous, aligned arrays on a card, for planning without arrays.
 
@@ -480,6 +495,7 @@ def contiguous(
         q_offset=q_offset,
         softcap1=softcap1,
         softcap2=softcap2,
+        precision=precision,
     )
     check_gpu(problem)
     return problem
@@ -789,6 +805,48 @@ def check_strategy(strategy: Any, deterministic: Any) -> None:
         )
 
 
+def check_precision(precision: Any, dtype: str = "float32") -> str | None:
+    """Check how float32 inputs are to be multiplied.
+
+    Parameters
+    ----------
+    precision
+        ``"float32"``, ``"tf32"`` or None.
+    dtype
+        Of the four inputs, where it is known.
+
+    Returns
+    -------
+    str or None
+        ``"float32"`` for float32 inputs unless something else was given; None for other inputs.
+
+    Raises
+    ------
+    TypeError
+        If it is no string.
+    ValueError
+        If it is another one, or comes with inputs that are not float32.
+
+    Examples
+    --------
+    >>> check_precision(None, "float32"), check_precision("tf32", "float32")
+    ('float32', 'tf32')
+    """
+    if precision is None:
+        return "float32" if dtype == "float32" else None
+    if not isinstance(precision, str) or precision not in PRECISIONS:
+        error = ValueError if isinstance(precision, str) else TypeError
+        expected = '"float32" or "tf32"'
+        raise error(message("precision", expected, repr(precision), "leave it out for the default"))
+    if dtype != "float32":
+        expected, remedy = (
+            f"None with {dtype} inputs",
+            "leave it out, or cast the inputs to float32",
+        )
+        raise ValueError(message("precision", expected, repr(precision), remedy))
+    return precision
+
+
 def check_dtype(name: str, dtype: str, device: Device) -> None:
     """Refuse an input dtype that is not computed on the device.
 
@@ -818,7 +876,7 @@ def check_dtype(name: str, dtype: str, device: Device) -> None:
         raise TypeError(
             message(
                 name,
-                "bfloat16 or float16 on a GPU",
+                "bfloat16, float16 or float32 on a GPU",
                 dtype,
                 "cast the four inputs to one of them",
             )
@@ -836,7 +894,7 @@ def check_gpu(problem: Problem) -> None:
     Raises
     ------
     TypeError
-        If the dtype is neither bfloat16 nor float16.
+        If the dtype is none of bfloat16, float16 and float32.
     ValueError
         If a head dimension is not a multiple of 8 from 8 to 256, or a scale is out of the range
         of float32.

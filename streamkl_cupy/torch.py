@@ -43,6 +43,7 @@ from streamkl_cupy.problem import (
     check_flag,
     check_gpu,
     check_options,
+    check_precision,
     check_reduction,
     check_softcaps,
     check_window,
@@ -95,6 +96,7 @@ def attention_kl(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    precision: str | None = None,
     reduction: str = "none",
     row_weights: Tensor | None = None,
     lse1: Tensor | None = None,
@@ -107,12 +109,13 @@ def attention_kl(
 
     Parameters
     ----------
-    q1, k1, q2, k2, causal, window, q_offset, scale1, scale2, softcap1, softcap2, layout
+    q1, k1, q2, k2, causal, window, q_offset, scale1, scale2, softcap1, softcap2, layout, precision
         As `streamkl_cupy.attention_kl` takes them. What does not require grad costs nothing in the
         backward, and nothing is kept for it: detach the teacher, or run it under
         ``torch.no_grad()``. Note that ``causal=True`` is aligned to the bottom right, unlike
         ``scaled_dot_product_attention``, and that autocast casts nothing here: the four inputs
-        have one dtype.
+        have one dtype. Only `precision` says how float32 is multiplied, not
+        ``torch.backends.cuda.matmul.allow_tf32``.
     kv_starts, kv_lens, q_lens, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         The lengths of a padded batch or of packed sequences, as `streamkl_cupy.attention_kl` takes
         them. Of packed sequences kl is ``(H, N_Q)``, and `torch.func.vmap` maps none.
@@ -183,6 +186,7 @@ def attention_kl(
         causal, scale1, scale2, layout = check_options(causal, scale1, scale2, layout)
         softcap1, softcap2 = check_softcaps(softcap1, softcap2)
     (left, right), q_offset = check_window(window, q_offset)
+    check_precision(precision)
     check_reduction(reduction)
     check_flag("return_lse", return_lse)
     check_flag("return_entropy", return_entropy)
@@ -212,7 +216,7 @@ def attention_kl(
             )
 
     numbers = (scale1, scale2, softcap1, softcap2)
-    options = (causal, left, right, q_offset, *numbers, layout, deterministic)
+    options = (causal, left, right, q_offset, *numbers, precision, layout, deterministic)
     is_differentiated = torch.is_grad_enabled() and (
         q1.requires_grad or k1.requires_grad or q2.requires_grad or k2.requires_grad
     )
@@ -260,7 +264,7 @@ class AttentionKLLoss(torch.nn.Module):
 
     Parameters
     ----------
-    causal, window, q_offset, scale1, scale2, softcap1, softcap2, layout, deterministic
+    causal, window, q_offset, scale1, scale2, softcap1, softcap2, layout, precision, deterministic
         As `attention_kl` takes them.
     reduction
         Likewise, but ``"mean"`` by default.
@@ -289,6 +293,7 @@ class AttentionKLLoss(torch.nn.Module):
         softcap1: float | None = None,
         softcap2: float | None = None,
         layout: str = "bhnd",
+        precision: str | None = None,
         reduction: str = "mean",
         deterministic: bool | None = None,
     ) -> None:
@@ -298,6 +303,8 @@ class AttentionKLLoss(torch.nn.Module):
         )
         self.window, self.q_offset = check_window(window, q_offset)
         self.softcap1, self.softcap2 = check_softcaps(softcap1, softcap2)
+        check_precision(precision)
+        self.precision = precision
         check_reduction(reduction)
         if deterministic is not None:
             check_flag("deterministic", deterministic)
@@ -342,6 +349,7 @@ class AttentionKLLoss(torch.nn.Module):
             cu_seqlens_k=cu_seqlens_k,
             max_seqlen_q=max_seqlen_q,
             max_seqlen_k=max_seqlen_k,
+            precision=self.precision,
             reduction=self.reduction,
             row_weights=row_weights,
             lse1=lse1,
@@ -352,8 +360,9 @@ class AttentionKLLoss(torch.nn.Module):
     def extra_repr(self) -> str:
         """The options, for ``repr``."""
         names = ("causal", "scale1", "scale2", "layout", "reduction", "deterministic")
-        others = {"window": NO_WINDOW, "q_offset": None, "softcap1": 0.0, "softcap2": 0.0}
-        shown = [name for name, default in others.items() if getattr(self, name) != default]
+        rare = {"window": NO_WINDOW, "q_offset": None, "softcap1": 0.0, "softcap2": 0.0}
+        rare |= {"precision": None}
+        shown = [name for name, default in rare.items() if getattr(self, name) != default]
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in (*names, *shown))
 
 
@@ -769,7 +778,9 @@ def _not_a_tensor(name: str, value: Any) -> str:
 
 def _keywords(options: Sequence[Any]) -> dict[str, Any]:
     """What both functions of `api` take of an operator's options."""
-    causal, left, right, q_offset, scale1, scale2, softcap1, softcap2, layout, _ = options
+    causal, left, right, q_offset, scale1, scale2, softcap1, softcap2, precision, layout, _ = (
+        options
+    )
     return {
         "causal": causal,
         "window": (left, right),
@@ -779,6 +790,7 @@ def _keywords(options: Sequence[Any]) -> dict[str, Any]:
         "softcap1": softcap1,
         "softcap2": softcap2,
         "layout": layout,
+        "precision": precision,
     }
 
 
@@ -1197,7 +1209,7 @@ _STATE = "Tensor kl, Tensor lse1, Tensor lse2, Tensor lse1_low, Tensor lse2_low"
 _OPTIONS = (
     "bool causal, SymInt? window_left, SymInt? window_right, SymInt? q_offset, "
     "float? scale1, float? scale2, float? softcap1, float? softcap2, "
-    "str layout, bool deterministic"
+    "str? precision, str layout, bool deterministic"
 )
 
 _RAGGED = (

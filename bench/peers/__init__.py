@@ -23,6 +23,8 @@ _MODULES = {
     "chunked": ("torch_peers", "torch"),
     "kept": ("torch_peers", "torch"),
     "cublas": ("yardsticks", "torch"),
+    "cublas, float32": ("yardsticks", "torch"),
+    "cublas, tf32": ("yardsticks", "torch"),
     "cudnn": ("yardsticks", "torch"),
     "flash": ("yardsticks", "torch"),
     "copy": ("yardsticks", "torch"),

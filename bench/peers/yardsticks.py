@@ -22,7 +22,9 @@ _BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTE
 def forward(name: str, case: Case) -> Contender:
     """A yardstick of the forward."""
     if name == "cublas":
-        return _cublas(case)
+        return _cublas("bf16", case)
+    if name.startswith("cublas, "):
+        return _cublas(name.removeprefix("cublas, "), case)
     if name == "copy":
         return _copy(case)
     if name == "read":
@@ -43,17 +45,26 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype, case: Case) -> torch.Ten
     return torch.randn(shape, dtype=dtype, device=case.device)
 
 
-def _cublas(case: Case) -> Contender:
+def _cublas(precision: str, case: Case) -> Contender:
     shape = (MATMUL_SIZE, MATMUL_SIZE)
-    a, b = (_random(shape, torch.bfloat16, case) for _ in range(2))
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    a, b = (_random(shape, dtype, case) for _ in range(2))
+
+    def call() -> Outputs:
+        allowed = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+        try:
+            return (torch.matmul(a, b),)
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = allowed
 
     def check(outputs: Outputs) -> Errors:
         rows = torch.arange(0, MATMUL_SIZE, MATMUL_SIZE // 64, device=case.device)
         return {"c": _relative(outputs[0][rows], a[rows].double() @ b.double())}
 
     return Contender(
-        name=f"cuBLAS bf16 {MATMUL_SIZE}^3",
-        call=lambda: (torch.matmul(a, b),),
+        name=f"cuBLAS {precision} {MATMUL_SIZE}^3",
+        call=call,
         check=check,
         tolerances={"c": 1e-2},
         work=Work(2.0 * MATMUL_SIZE**3, "TFLOP/s"),

@@ -12,6 +12,13 @@ SKL_DEVICE void store_shared_128(uint32 address, const uint32 (&v)[4]) {
                  : "memory");
 }
 
+SKL_DEVICE void load_shared_64(uint32 (&v)[2], uint32 address) {
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+                 : "=r"(v[0]), "=r"(v[1])
+                 : "r"(address)
+                 : "memory");
+}
+
 SKL_DEVICE void store_shared_32(uint32 address, uint32 v) {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }

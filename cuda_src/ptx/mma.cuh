@@ -1,4 +1,4 @@
-// mma.sync m16n8k16 with float32 accumulators (sm_80 and up).
+// mma.sync with float32 accumulators (sm_80 and up).
 #pragma once
 #include "../base.cuh"
 
@@ -19,6 +19,15 @@ SKL_DEVICE void mma_m16n8k16(float& d0, float& d1, float& d2, float& d3, const u
             : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
     }
+}
+
+// The same for elements of 4 bytes, of which the matrix units read the upper 19 bits.
+SKL_DEVICE void mma_m16n8k8(float& d0, float& d1, float& d2, float& d3, const uint32 (&a)[4],
+                            uint32 b0, uint32 b1) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // Two floats, rounded to nearest even, as one register: the first in the low half.

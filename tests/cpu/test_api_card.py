@@ -696,9 +696,9 @@ def test_what_is_wrong_is_refused_before_any_launch(card: Card, rng: np.random.G
     state = skl.attention_kl(**arrays, return_state=True)
     dkl = CardArray(np.ones((2, 4, 5), np.float32))
     launched = len(card.launched)
-    single = {name: CardArray(array.astype(np.float32)) for name, array in inputs.items()}
-    with pytest.raises(TypeError, match="q1: expected bfloat16 or float16 on a GPU, got float32"):
-        skl.attention_kl(**single)
+    double = {name: CardArray(array.astype(np.float64)) for name, array in inputs.items()}
+    with pytest.raises(TypeError, match="q1: expected bfloat16, float16 or float32 on a GPU"):
+        skl.attention_kl(**double)
     elsewhere = CardArray(inputs["k1"], index=0)
     with pytest.raises(ValueError, match="k1: expected an array on cuda:3 like q1, got one on"):
         skl.attention_kl(**arrays | {"k1": elsewhere})

@@ -149,7 +149,7 @@ def test_a_damaged_file_is_ignored(stored: Path, content: bytes) -> None:
         (("choice", "backward_tiles"), [["backward_dk_sm80", {"row_tiles": 1}]]),
         (("shape",), [16, 1000]),
         (("shape",), [16, 100_000, 4000]),
-        (("problem_class", "dtype"), "float32"),
+        (("problem_class", "dtype"), "float64"),
         (("problem_class", "head_dim1"), 100),
         (("problem_class", "group1"), 0),
         (("problem_class", "wrt"), ["x"]),

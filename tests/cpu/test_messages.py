@@ -611,9 +611,16 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "64.0 (float); pass an int.",
     ),
     "warmup dtype": (
-        lambda: skl.warmup(dtype="float32"),
+        lambda: skl.warmup(dtype="float64"),
         ValueError,
-        'dtype: expected "bfloat16" or "float16", got \'float32\'; name the dtype of the inputs.',
+        'dtype: expected "bfloat16", "float16" or "float32", got \'float64\'; name the dtype of '
+        "the inputs.",
+    ),
+    "warmup precision": (
+        lambda: skl.warmup(precision="tf32"),
+        ValueError,
+        "precision: expected None with bfloat16 inputs, got 'tf32'; leave it out, or cast the "
+        "inputs to float32.",
     ),
     "warmup device and arch": (
         lambda: skl.warmup(device=0, arch="sm_90a"),
@@ -662,10 +669,15 @@ def on_card(q1: Operand | None = None, k1: Operand | None = None, head_dim: int 
 
 GPU_CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "dtype": (
-        lambda: on_card(q1=operand("q1", 5, 8, dtype="float32")),
+        lambda: on_card(q1=operand("q1", 5, 8, dtype="float64")),
         TypeError,
-        "q1: expected bfloat16 or float16 on a GPU, got float32; cast the four inputs to one of "
-        "them.",
+        "q1: expected bfloat16, float16 or float32 on a GPU, got float64; cast the four inputs to "
+        "one of them.",
+    ),
+    "dtypes": (
+        lambda: on_card(k1=operand("k1", 7, 8, dtype="float32")),
+        TypeError,
+        "k1: expected the dtype of q1, bfloat16, got float32; cast the four inputs to one dtype.",
     ),
     "device": (
         lambda: on_card(k1=operand("k1", 7, 8, device=Device("cuda", 0))),

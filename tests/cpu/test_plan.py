@@ -59,13 +59,21 @@ SIDES = st.one_of(st.none(), st.none(), st.sampled_from((0, 1, 127, 4096)))
 HEAD_DIMS = st.integers(1, 32).map(lambda eighth: 8 * eighth)
 
 
+HALF = ("bfloat16", "float16")
+ANY_DTYPE = (*HALF, "float32")
+ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "tf32": "tf32"}
+
+
 @st.composite
-def problems(draw: st.DrawFn, **fixed: Any) -> Problem:
+def problems(draw: st.DrawFn, dtypes: Sequence[str] = HALF, **fixed: Any) -> Problem:
     key_heads = st.sampled_from((1, 2, 3))
+    dtype = draw(st.sampled_from(dtypes))
+    precision = draw(st.sampled_from(("float32", "tf32"))) if dtype == "float32" else None
     num_key_heads1, num_key_heads2 = draw(key_heads), draw(key_heads)
     return make(
         **{
-            "dtype": draw(st.sampled_from(("bfloat16", "float16"))),
+            "dtype": dtype,
+            "precision": precision,
             "batch": draw(st.sampled_from((1, 2, 100))),
             "num_heads": 6 * draw(st.sampled_from((1, 4, 11))),
             "num_key_heads1": num_key_heads1,
@@ -120,7 +128,7 @@ def assert_launchable(kernels: Sequence[KernelPlan], card: DeviceFacts) -> None:
 # ----------------------------------------------------------------------------------------- forward
 
 
-@given(problem=problems(), card=CARD)
+@given(problem=problems(ANY_DTYPE), card=CARD)
 @settings(deadline=None)  # the first example of an architecture lists all that there is for it
 def test_forward(problem: Problem, card: DeviceFacts) -> None:
     chosen = plan.forward(problem, card)
@@ -136,7 +144,7 @@ def test_forward(problem: Problem, card: DeviceFacts) -> None:
     main, *rest = chosen.kernels
     cut, splits = arguments(main), chosen.num_splits
     assert main.kernel == "forward_sm80"
-    assert cut["Element"] == {"bfloat16": "bf16", "float16": "fp16"}[problem.dtype]
+    assert cut["Element"] == ELEMENTS[problem.arithmetic]
     assert cut["kIsAligned"] == problem.aligned
     assert cut["kHeadDim1"] == plan.bucket(problem.head_dim1)
     assert cut["kHeadDim2"] == plan.bucket(problem.head_dim2)
@@ -167,11 +175,11 @@ def test_forward(problem: Problem, card: DeviceFacts) -> None:
     assert cut["kBlockK"] % (cut["kNumWarpsK"] * cut["kChunkK"]) == 0
 
 
-@given(problem=problems(), card=CARD)
+@given(problem=problems(ANY_DTYPE), card=CARD)
 def test_forward_name(problem: Problem, card: DeviceFacts) -> None:
     chosen = plan.forward(problem, card)
     name = re.fullmatch(
-        r"forward_sm80_(bf16|fp16)_d(\d+)x(\d+)_q(\d+)_k(\d+)_s(\d)(_guarded)?"
+        r"forward_sm80_(bf16|fp16|fp32|tf32)_d(\d+)x(\d+)_q(\d+)_k(\d+)_s(\d)(_guarded)?"
         r"(?:_pack(\d+))?(?:_split(\d+))?(?:_(causal|window))?",
         chosen.name,
     )
@@ -221,7 +229,9 @@ def test_few_keys_are_not_split(num_keys: int) -> None:
 
 
 @given(
-    problem=problems(), card=CARD, given=st.sampled_from([("lse1",), ("lse2",), ("lse1", "lse2")])
+    problem=problems(ANY_DTYPE),
+    card=CARD,
+    given=st.sampled_from([("lse1",), ("lse2",), ("lse1", "lse2")]),
 )
 @settings(deadline=None)
 def test_given_log_sum_exps_add_a_kernel_and_memory(
@@ -248,7 +258,7 @@ def test_given_log_sum_exps_add_a_kernel_and_memory(
         assert behind.workspace_bytes == behind.weighted_dkl_offset + 4 * rows
 
 
-@given(problem=problems(), card=CARD)
+@given(problem=problems(ANY_DTYPE), card=CARD)
 @settings(deadline=None)
 def test_entropy_takes_kernels_of_its_own(problem: Problem, card: DeviceFacts) -> None:
     chosen = plan.forward(problem, card, has_entropy=True)
@@ -339,13 +349,15 @@ def left_to_sides(chosen: BackwardPlan, wrt: tuple[str, ...]) -> set[str]:
     return {name for name in wrt if name[0] not in taken}
 
 
-@given(problem=problems(), card=CARD, wrt=WRT, strategy=STRATEGY, deterministic=st.booleans())
+@given(
+    problem=problems(ANY_DTYPE), card=CARD, wrt=WRT, strategy=STRATEGY, deterministic=st.booleans()
+)
 @settings(max_examples=300, deadline=None)
 def test_backward(
     problem: Problem, card: DeviceFacts, wrt: tuple[str, ...], strategy: str, deterministic: bool
 ) -> None:
-    if strategy == "fused" and deterministic:
-        return  # refused by check_strategy
+    if strategy == "fused" and (deterministic or problem.dtype == "float32"):
+        return  # refused by check_strategy, and by the plan
     options: dict[str, Any] = {"strategy": strategy, "deterministic": deterministic}
     chosen = plan.backward(problem, card, wrt, **options)
     assert chosen == plan.backward(problem, card, wrt[::-1], **options)
@@ -430,7 +442,7 @@ def assert_regions(problem: Problem, chosen: BackwardPlan) -> None:
     assert chosen.scratch_offset <= statistics + 2 * plan.WORKSPACE_ALIGNMENT
 
 
-@given(problem=problems(), card=CARD, wrt=WRT, deterministic=st.booleans())
+@given(problem=problems(ANY_DTYPE), card=CARD, wrt=WRT, deterministic=st.booleans())
 def test_backward_name(
     problem: Problem, card: DeviceFacts, wrt: tuple[str, ...], deterministic: bool
 ) -> None:
@@ -448,7 +460,7 @@ def test_backward_name(
         if {f"q{side.side}", f"k{side.side}"} & left
     ]
     sides = "_".join(parts)
-    element = {"bfloat16": "bf16", "float16": "fp16"}[problem.dtype]
+    element = ELEMENTS[problem.arithmetic]
     dims = f"d{plan.bucket(problem.head_dim1)}x{plan.bucket(problem.head_dim2)}"
     guarded = "" if problem.aligned else "_guarded"
     mask = "" if problem.mask == "full" else f"_{problem.mask}"
@@ -546,6 +558,57 @@ def test_override_of_what_does_not_exist() -> None:
         plan.override(tiles=3),
     ):
         pass
+
+
+@pytest.mark.parametrize("precision", ["float32", "tf32"])
+@pytest.mark.parametrize("head_dims", [(8, 8), (64, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.arch)
+def test_float32_takes_the_portable_kernels_that_are_reproducible(
+    precision: str, head_dims: tuple[int, int], card: DeviceFacts
+) -> None:
+    sizes = dict(zip(("head_dim1", "head_dim2"), head_dims, strict=True))
+    rows = dict.fromkeys(INPUTS, Strides(0, 0, 256))
+    for num_queries in (1, 30, 1000):
+        problem = make(
+            dtype="float32", precision=precision, num_queries=num_queries, **sizes, **rows
+        )
+        forward = plan.forward(problem, card)
+        assert {kernel.kernel for kernel in forward.kernels} <= {"forward_sm80", "reduce_splits"}
+        backward = plan.backward(problem, card, INPUTS)
+        assert backward == plan.backward(problem, card, INPUTS, deterministic=True)
+        assert {kernel.kernel for kernel in backward.kernels} == {
+            "backward_prepare",
+            "backward_dq_sm80",
+            "backward_dk_sm80",
+        }
+        for kernel in (*forward.kernels, *backward.kernels):
+            assert arguments(kernel).get("Element", ELEMENTS[precision]) == ELEMENTS[precision]
+        assert_launchable((*forward.kernels, *backward.kernels), card)
+    # Twice the bytes of bfloat16: no tile leaves less than 16 rows.
+    assert all(stationary_rows(k) >= 16 for k in backward.kernels if "kRowTiles" in arguments(k))
+
+
+def test_float32_has_no_fused_backward() -> None:
+    problem = make(dtype="float32", precision="float32")
+    expected = (
+        r'strategy: expected "auto" or "separate" with float32 inputs on a GPU, got \'fused\'; '
+        "leave it out"
+    )
+    with pytest.raises(PlanError, match=expected):
+        plan.backward(problem, H200, INPUTS, strategy="fused")
+    with pytest.raises(PlanError, match=expected), plan.override(strategy="fused"):
+        plan.backward(problem, H200, INPUTS)
+    found = plan.backward_candidates(problem, H200, ("q2", "k2"))
+    assert {choice.strategy for choice in found.values()} == {"separate"}
+    assert len(found) > 1
+
+
+def test_hopper_kernels_cannot_be_forced_on_float32() -> None:
+    problem = make(dtype="float32", precision="float32")
+    with pytest.raises(PlanError, match="forward_sm90: expected bfloat16 or float16 inputs"):
+        plan.forward(problem, H200, force="forward_sm90")
+    with pytest.raises(PlanError, match="expected bfloat16 or float16 inputs; got float32"):
+        plan.backward(problem, H200, INPUTS, force="backward_dq_sm90")
 
 
 def test_override_of_the_strategy_yields_to_the_caller() -> None:
@@ -808,6 +871,7 @@ def layout_source(kernels: Sequence[KernelPlan]) -> str:
         text = read[f"{kernel}.cu"]
         head = re.search(r"template <([^<>]*)>\s*__global__", text)
         assert head is not None
+        units = {f"kUnits{side}": f"kUnits<Element> * kHeadDim{side}" for side in (1, 2)}
         if kernel == "backward_dq_sm80":
             constants = {
                 "kStride": "Tile::kStageBytes",
@@ -825,11 +889,12 @@ def layout_source(kernels: Sequence[KernelPlan]) -> str:
             pitch = f"TileLayout<{value_of(text, 'kGradientPitch')}>::kPitchBytes"
             constants["kGradient"] = offset
             constants["kTotal"] = f"{offset} + Tile::kBlockRows * {pitch}"
-        lines = "\n".join(
-            f"    static constexpr int {name} = {text};" for name, text in constants.items()
+        begin, lines = (
+            "\n".join(f"    static constexpr int {name} = {text};" for name, text in some.items())
+            for some in (units, constants)
         )
         parts.append(
-            f"template <{head[1]}>\nstruct {kernel} {{\n"
+            f"template <{head[1]}>\nstruct {kernel} {{\n{begin}\n"
             f"    using Tile = {value_of(text, 'using Tile')};\n{lines}\n}};"
         )
     for idx, kernel in enumerate(kernels):
@@ -865,12 +930,14 @@ def layout_source(kernels: Sequence[KernelPlan]) -> str:
 def kernels_with_tiles() -> list[KernelPlan]:
     """A plan of each kernel for each tile and pair of head dimensions that any card has."""
     found: dict[Any, KernelPlan] = {}
-    for card, dim1, dim2, num_queries in itertools.product(
-        CARDS, plan.BUCKETS, plan.BUCKETS, (1, 50, 5000)
+    for card, dim1, dim2, num_queries, dtype in itertools.product(
+        CARDS, plan.BUCKETS, plan.BUCKETS, (1, 50, 5000), ("bfloat16", "float32")
     ):
-        problem = make(head_dim1=dim1, head_dim2=dim2, num_queries=num_queries)
+        sizes = {"head_dim1": dim1, "head_dim2": dim2, "num_queries": num_queries}
+        problem = make(**sizes, dtype=dtype)
         plans = [plan.forward(problem, card)]
-        for strategy in ("fused", "separate") if num_queries == 5000 else ():
+        strategies = ("fused", "separate") if dtype == "bfloat16" else ("separate",)
+        for strategy in strategies if num_queries == 5000 else ():
             plans.append(plan.backward(problem, card, INPUTS, strategy=strategy))
         for kernel in itertools.chain.from_iterable(chosen.kernels for chosen in plans):
             if "kNumStages" in arguments(kernel):
@@ -1508,7 +1575,8 @@ def test_shared_memory_of_the_pair(tmp_path: Path) -> None:
 def test_one_pass_for_both_sides(problem: Problem, wrt: tuple[str, ...]) -> None:
     chosen = plan.backward(problem, HOPPER, wrt, deterministic=True)
     fits = plan.bucket(problem.head_dim1) + plan.bucket(problem.head_dim2) <= 256
-    can = fits and problem.num_rows > 0 and problem.num_keys > 0 and not problem.is_window
+    can = fits and problem.num_rows > 0 and problem.num_keys > 0
+    can = can and problem.kernel_mask == "kPlain" and not problem.has_softcap
     has_dq = can and {"q1", "q2"} <= set(wrt)
     has_dk = can and {"k1", "k2"} <= set(wrt) and problem.group1 == problem.group2
     assert (chosen.both is not None) == (has_dq or has_dk)

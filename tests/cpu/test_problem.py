@@ -279,8 +279,8 @@ def test_check_gpu_looks_at_both_sides() -> None:
     ):
         with pytest.raises(ValueError, match="expected"):
             check_gpu(dataclasses.replace(problem, **change))
-    with pytest.raises(TypeError, match="float32"):
-        check_gpu(dataclasses.replace(problem, dtype="float32"))
+    with pytest.raises(TypeError, match="float64"):
+        check_gpu(dataclasses.replace(problem, dtype="float64"))
 
 
 def test_largest_scale_is_finite_to_base_2_in_float32() -> None:

@@ -44,6 +44,8 @@ RUNS = (
     ("bfloat16", {"num_queries": 400, "num_keys": 300}, {"window": (40, 30)}, 1, 0),
     ("bfloat16", {"num_queries": 100, "num_keys": 90}, {"window": (20, 5), "q_offset": 30}, 2, 2),
     ("float16", {"num_queries": 3, "num_keys": 600}, {"window": (300, 0)}, 2, 0),
+    ("float32", {"num_queries": 90, "num_keys": 600}, {"causal": True}, 2, 0),
+    ("float32", {"num_queries": 600, "num_keys": 70}, {"precision": "tf32"}, 1, 4),
     ("bfloat16", {"num_queries": 130, "num_keys": 150}, {"softcap1": 1.0, "causal": True}, 1, 0),
     ("float16", {"num_queries": 33, "num_keys": 300}, {"softcap1": 5.0, "softcap2": 1.0}, 2, 0),
     ("bfloat16", {"num_queries": 100, "num_keys": 90}, {"softcap2": 1.0}, 1, 2),
@@ -125,7 +127,7 @@ def main() -> None:
         arrays = {n: upload(library, x, offset * (n in INPUTS)) for n, x in inputs.items()}
         with plan.override(num_splits=num_splits):
             ran |= {kernel.kernel for kernel in forward_plan(arrays, options).kernels}
-            for strategy in ("fused", "separate"):
+            for strategy in ("fused", "separate")[dtype == "float32" :]:
                 chosen = backward_plan(arrays, options, INPUTS, strategy=strategy)
                 ran |= {kernel.kernel for kernel in chosen.kernels}
                 results = run(library, arrays, options, strategy=strategy, into=True)

@@ -132,7 +132,7 @@ def kl_out(dtype: str, rows: tuple[int, ...] | None = None) -> Callable[[Call], 
 
 
 WRONG: dict[str, tuple[Callable[[Call], None], type[Exception], str]] = {
-    "q1_float32": (wrong_input("q1", "float32"), TypeError, r"q1: expected bfloat16 or float16"),
+    "q1_float64": (wrong_input("q1", "float64"), TypeError, r"q1: expected bfloat16, float16 or"),
     "k2_float16": (wrong_input("k2", "float16"), TypeError, r"k2: expected the dtype of q1"),
     "k1_shorter": (wrong_shape("k1"), ValueError, r"k2: expected the length of k1"),
     "q2_shorter": (wrong_shape("q2"), ValueError, r"q2: expected the length of q1"),

@@ -192,8 +192,8 @@ def test_what_the_card_does_not_take(
 ) -> None:
     launched.clear()
     q1, k1, q2, k2 = problem.leaves()
-    with pytest.raises(TypeError, match="q1: expected bfloat16 or float16 on a GPU, got float32"):
-        door.attention_kl(*(x.float() for x in (q1, k1, q2, k2)))
+    with pytest.raises(TypeError, match="q1: expected bfloat16, float16 or float32 on a GPU"):
+        door.attention_kl(*(x.double() for x in (q1, k1, q2, k2)))
     with pytest.raises(ValueError, match="k1: expected an array on cuda:0 like q1"):
         door.attention_kl(q1, k1.cpu(), q2, k2)
     with pytest.raises(ValueError, match="row_weights: expected a tensor on cuda:0 like q1"):
