@@ -651,7 +651,12 @@ def warmup(
         for has_entropy in (False, True)[: 1 + entropy]:
             plans.append(plan.forward(problem, facts, force=force, has_entropy=has_entropy))
         for strategy in STRATEGIES if backward else ():
-            plans.append(plan.backward(problem, facts, wrt, strategy=strategy, force=force))
+            planned = plan.backward(problem, facts, wrt, strategy=strategy, force=force)
+            plans.append(planned)
+            if planned.both is not None:
+                # Unequal groups of heads and given log-sum-exps take a pass for each side.
+                options: dict[str, Any] = {"strategy": strategy, "force": force}
+                plans.append(plan.backward(problem, facts, wrt, given=("lse2",), **options))
     dims = plan.bucket(head_dim1), plan.bucket(head_dim2)
     for one in facts.tuned:
         of, problem = one.problem_class, choices.problem_of(one)
