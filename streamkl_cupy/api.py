@@ -350,8 +350,9 @@ def attention_kl_backward(
         Names of the inputs whose gradients are wanted, in any order. What is not asked for is
         not computed.
     strategy
-        ``"fused"`` computes the gradients of a side together, ``"separate"`` one by one;
-        ``"auto"`` takes what is faster. No matter on the CPU.
+        ``"fused"`` computes the gradients of a side together, ``"separate"`` those of queries and
+        of keys one by one, on Hopper for both sides in one pass; ``"auto"`` takes what is faster.
+        No matter on the CPU.
     deterministic
         Make two runs agree bit for bit, which excludes ``"fused"``.
     out
