@@ -94,8 +94,8 @@ SKL_HOST_DEVICE float weighted_gradient(float x1, float x2, const WeightedStatis
     return fast_exp2(y1) * row.weight * (is_noise(bracket, row.last) ? 0.f : bracket);
 }
 
-// dkl logit_gradient of both sides, in units of ln 2 (side 1) and 1: side 1's statistics and side
-// 2's weight are enough, because the weight of P1 is the same in both but for gradient_unit.
+// dkl logit_gradient of both sides, in units of 1: side 1's statistics and side 2's weight are
+// enough, because the weight of P1 is the same in both but for gradient_unit.
 struct PairOfGradients {
     float side1, side2;
 };

@@ -456,9 +456,9 @@ def attention_kl_backward(
         Names of the inputs whose gradients are wanted, in any order. What is not asked for is
         not computed.
     strategy
-        ``"fused"`` computes the gradients of a side together, ``"separate"`` one by one;
-        ``"auto"`` takes what is faster. No matter on the CPU. float32 inputs on a GPU have no
-        ``"fused"``.
+        ``"fused"`` computes the gradients of a side together, ``"separate"`` those of queries and
+        of keys one by one, on Hopper for both sides in one pass; ``"auto"`` takes what is faster.
+        No matter on the CPU. float32 inputs on a GPU have no ``"fused"``.
     deterministic
         Make two runs agree bit for bit, which excludes ``"fused"``.
     out
@@ -787,7 +787,12 @@ def warmup(
         for has_entropy in (False, True)[: 1 + entropy]:
             plans.append(plan.forward(problem, facts, force=force, has_entropy=has_entropy))
         for strategy in strategies if backward else ():
-            plans.append(plan.backward(problem, facts, wrt, strategy=strategy, force=force))
+            planned = plan.backward(problem, facts, wrt, strategy=strategy, force=force)
+            plans.append(planned)
+            if planned.both is not None:
+                # Unequal groups of heads and given log-sum-exps take a pass for each side.
+                options: dict[str, Any] = {"strategy": strategy, "force": force}
+                plans.append(plan.backward(problem, facts, wrt, given=("lse2",), **options))
     dims = plan.bucket(head_dim1), plan.bucket(head_dim2)
     for one in facts.tuned:
         of, problem = one.problem_class, choices.problem_of(one)

@@ -154,6 +154,28 @@ extern "C" void given_gradients(int side, int num_rows, int num_keys, const floa
                                                     weighted_ones);
 }
 
+// Logit gradients [num_rows][num_keys] of both sides, as the one-pass kernels of Hopper compute
+// them, and side 1's as its own kernels do.
+extern "C" void gradients_of_both(int num_rows, int num_keys, const float* x1, const float* x2,
+                                  float scale1, float scale2, const RowResult* rows,
+                                  const float* dkl, float* ds1, float* ds2, float* alone1) {
+    for (int i = 0; i < num_rows; ++i) {
+        const Log2Sum sum1 = to_log2(rows[i].lse1.high, rows[i].lse1.low),
+                      sum2 = to_log2(rows[i].lse2.high, rows[i].lse2.low);
+        const auto row1 =
+            weighted<1>(given_statistics<1>(sum1, sum2, rows[i].kl, 1.f, false, false), dkl[i]);
+        const auto row2 =
+            weighted<2>(given_statistics<2>(sum1, sum2, rows[i].kl, 1.f, false, false), dkl[i]);
+        for (int64 at = int64{i} * num_keys; at < int64{i + 1} * num_keys; ++at) {
+            const PairOfGradients ds =
+                weighted_gradients(x1[at], x2[at], row1, row2.weight, scale1, scale2);
+            ds1[at] = ds.side1;
+            ds2[at] = ds.side2;
+            alone1[at] = weighted_gradient<1>(x1[at], x2[at], row1, scale1, scale2);
+        }
+    }
+}
+
 extern "C" void nats_of(int num, const float* exponent, const float* log2_sum, FloatPair* nats) {
     for (int i = 0; i < num; ++i) nats[i] = to_nats(exponent[i], log2_sum[i]);
 }

@@ -623,6 +623,25 @@ def test_given_log_sum_exps(
             assert (np.abs(form - ref[..., 0]) <= 16 * EPSILON * bound + 1e-36).all()
 
 
+@pytest.mark.parametrize("num_keys", [1, 90])
+def test_gradients_of_both_sides_at_once(library: ctypes.CDLL, num_keys: int) -> None:
+    logits = draw_logits(5, "random", num_keys, 0, 1)
+    rows = results_of(library, logits)
+    dkl = np.linspace(-2, 3, NUM_ROWS, dtype=np.float32)
+    ds1, ds2, alone1 = np.empty((3, NUM_ROWS, num_keys), np.float32)
+    scale = ctypes.c_float(launch.LOG2_E)
+    library.gradients_of_both(
+        NUM_ROWS, num_keys, pointer(logits.x1), pointer(logits.x2), scale, scale, pointer(rows),
+        pointer(dkl), pointer(ds1), pointer(ds2), pointer(alone1),
+    )  # fmt: skip
+    np.testing.assert_array_equal(ds1, alone1)
+    x1, x2 = logits.x1.astype(np.float64), logits.x2.astype(np.float64)
+    p1, p2 = (np.exp(x - np.logaddexp.reduce(x, axis=1, keepdims=True)) for x in (x1, x2))
+    # The scale in base 2 is off by half a step, and with it the logits.
+    bound = (p1 + p2) * np.abs(dkl[:, None]) * (1 + np.abs(x1) + np.abs(x2) + np.log(num_keys))
+    assert (np.abs(ds2 - dkl[:, None] * (p2 - p1)) <= 16 * EPSILON * bound + 1e-36).all()
+
+
 def test_rows_without_keys_or_numbers_keep_what_they_have(library: ctypes.CDLL) -> None:
     rows = results_of(library, draw_logits(1, "random", 20, 0, 1))
     rows[3] = finish(library, empty_states(library, 1))[0]
