@@ -1411,8 +1411,8 @@ def use_both(
     In the place of the separate kernels of Hopper it always does: four products instead of six, and
     the exponentials once. In that of the fused ones where it adds no products (all four gradients
     take eight either way) and blocks of queries fill the card, which the fused kernel does with
-    blocks of keys. Measured on an H200 at 0.85 to 0.9 of the fused kernels' time at head dimensions
-    of 96 and 128, 0.99 to 1.01 at 32 and 64; with 64 blocks of 512 queries on 16K keys 1.15.
+    blocks of keys. Measured on an H200 at 0.84 to 0.98 of the fused kernels' time where a head
+    dimension is 96 or more, 0.99 to 1.01 at 32 and 64; with 64 blocks of queries on 16K keys 1.15.
     """
     if choice.both is not None:
         return choice.both
