@@ -79,6 +79,7 @@ class Cell:
     kind
         ``"logits"``: two sides that have nothing to do with each other. ``"near"``: the keys of
         side 2 are those of side 1, moved until KL is about `kl`. ``"equal"``: both sides the same.
+        ``"packed"``: as logits, of packed sequences of unequal lengths.
     dtype, head_dim, length
         Of the inputs.
     logit_scale
@@ -104,6 +105,7 @@ class Cell:
             "logits": f"logits {self.logit_scale:g}",
             "near": f"KL about {self.kl}",
             "equal": "equal sides",
+            "packed": "packed sequences",
         }[self.kind]
         return f"{self.dtype}, d = {self.head_dim}, N = {self.length}, {what}"
 
@@ -448,6 +450,7 @@ def accuracy() -> tuple[Cell, ...]:
             Cell("equal", dtype, dim, 4096, headline=(dtype, dim) == ("bfloat16", 128))
             for dim in (64, 128, 256)
         ]
+        cells.append(Cell("packed", dtype, 128, 4096))
     return tuple(cells)
 
 
@@ -456,7 +459,9 @@ def quick_cells(cells: Iterable[Cell]) -> tuple[Cell, ...]:
     some = [
         replace(cell, length=256)
         for cell in cells
-        if cell.head_dim == 64 or (cell.kind == "near" and cell.kl in (1e-2, 1e-8))
+        if cell.head_dim == 64
+        or cell.kind == "packed"
+        or (cell.kind == "near" and cell.kl in (1e-2, 1e-8))
     ]
     return tuple(dict.fromkeys(some))
 

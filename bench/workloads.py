@@ -31,7 +31,7 @@ class Workload:
     window
         With `causal`: how many keys before its own a query sees. None for all.
     lengths
-        With `causal`: those of packed sequences, which add up to both lengths. Empty for one.
+        Those of packed sequences, which add up to both lengths. Empty for one.
     """
 
     heads: int
@@ -66,10 +66,8 @@ class Workload:
             )
         if self.window is not None and not (self.causal and self.num_queries == self.num_keys):
             raise ValueError("window: expected a causal square, got another problem")
-        if self.lengths and not (
-            self.causal and self.num_queries == self.num_keys == sum(self.lengths)
-        ):
-            raise ValueError("lengths: expected a causal square of their sum, got another problem")
+        if self.lengths and not self.num_queries == self.num_keys == sum(self.lengths):
+            raise ValueError("lengths: expected a square of their sum, got another problem")
         if self.heads % self.group:
             raise ValueError(
                 f"group: expected a divisor of the {self.heads} heads, got {self.group}"
@@ -109,7 +107,8 @@ class Workload:
         pairs that its mask allows, and so does a window.
         """
         if self.lengths:
-            return sum(self.heads * length * length / 2 for length in self.lengths)
+            share = 0.5 if self.causal else 1.0
+            return sum(self.heads * length * length * share for length in self.lengths)
         if self.window is not None:
             seen = min(self.window + 1, self.num_keys)  # by all but the first rows
             return float(self.heads * (self.num_queries * seen - seen * (seen - 1) // 2))
