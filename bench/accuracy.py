@@ -63,7 +63,7 @@ class Problem:
         for name in ("q1", "q2"):
             queries = getattr(first, name)
             changes[name] = (queries.float() * cell.logit_scale).to(queries.dtype)
-        if cell.kind != "logits":
+        if cell.kind in ("near", "equal"):
             changes["q2"] = changes["q1"]
             changes["k2"] = first.k1
         if cell.kind == "near":
@@ -76,14 +76,29 @@ class Problem:
         """The outputs in float64, or by the textbook formula."""
         case = self.cases[0]
         scales = (case.scale1, case.scale2)
-        softcap = self.cell.softcap
-        return textbook.solve(case.inputs, case.dkl, scales, exact=exact, softcap=softcap)
+        inputs = (case.q1, case.k1, case.q2, case.k2)
+        parts = [
+            textbook.solve(cut, dkl, scales, exact=exact, softcap=self.cell.softcap)
+            for *cut, dkl in zip(
+                *(x.split(self._lengths, 1) for x in (*inputs, case.dkl)), strict=True
+            )
+        ]
+        return {name: torch.cat([part[name] for part in parts], 1) for name in OUTPUTS}
+
+    @property
+    def _lengths(self) -> list[int]:
+        """Of the sequences, which have nothing to do with each other."""
+        return [*self.cases[0].workload.lengths] or [self.cell.length]
 
 
 def workload_of(cell: Cell) -> Workload:
     """Shapes and dtype of a cell."""
     lengths, dims = (cell.length,) * 2, (cell.head_dim,) * 2
-    return Workload(NUM_HEADS, *lengths, *dims, dtype=cell.dtype, softcap=cell.softcap)
+    parts = (cell.length // 2, cell.length // 8, 1)
+    packed = (*parts, cell.length - sum(parts)) if cell.kind == "packed" else ()
+    return Workload(
+        NUM_HEADS, *lengths, *dims, dtype=cell.dtype, lengths=packed, softcap=cell.softcap
+    )
 
 
 def run(cells: Sequence[Cell], peer_names: Sequence[str], say: Say) -> Report:
@@ -230,10 +245,15 @@ def floors(rows: Iterable[Row]) -> list[str]:
 
 def _ours(problem: Problem, strategy: str) -> tuple[Solution, str]:
     entries = [ours.backward_entry(case, strategy) for case in problem.cases]
-    return _through(ours.forward_entry(problem.cases[0]), entries)
+    found, detail = _through(ours.forward_entry(problem.cases[0]), entries)
+    if problem.cell.kind == "packed":  # whose gradients have the heads behind the length
+        found = {name: x.transpose(0, 1) if x.ndim == 3 else x for name, x in found.items()}
+    return found, detail
 
 
 def _peer(problem: Problem, name: str) -> tuple[Solution, str]:
+    if problem.cell.kind == "packed":
+        raise SkipError("it takes no packed sequences here")
     if name not in WHOLE_PEERS:
         raise SkipError("it does not give kl and both log-sum-exps of every row")
     if name == "triton":

@@ -232,10 +232,12 @@ class Case:
             hidden = keys > last[:, None]
             if self.workload.window is not None:
                 hidden |= keys < last[:, None] - self.workload.window
-            if self.workload.lengths:
-                ends = torch.tensor(self.workload.lengths, device=self.device).cumsum(0)
-                sequences = torch.bucketize(rows, ends, right=True)
-                hidden |= torch.bucketize(keys, ends, right=True) < sequences[:, None]
+            s1.masked_fill_(hidden, -math.inf)
+            s2.masked_fill_(hidden, -math.inf)
+        if self.workload.lengths:
+            ends = torch.tensor(self.workload.lengths, device=self.device).cumsum(0)
+            sequences = torch.bucketize(rows, ends, right=True)
+            hidden = torch.bucketize(keys, ends, right=True) != sequences[:, None]
             s1.masked_fill_(hidden, -math.inf)
             s2.masked_fill_(hidden, -math.inf)
         return s1, s2

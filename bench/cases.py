@@ -79,6 +79,7 @@ class Cell:
     kind
         ``"logits"``: two sides that have nothing to do with each other. ``"near"``: the keys of
         side 2 are those of side 1, moved until KL is about `kl`. ``"equal"``: both sides the same.
+        ``"packed"``: as logits, of packed sequences of unequal lengths.
     dtype, head_dim, length
         Of the inputs.
     logit_scale
@@ -107,6 +108,7 @@ class Cell:
             "logits": f"logits {self.logit_scale:g}",
             "near": f"KL about {self.kl}",
             "equal": "equal sides",
+            "packed": "packed sequences",
         }[self.kind]
         what += "" if self.softcap is None else f", softcap {self.softcap:g}"
         return f"{self.dtype}, d = {self.head_dim}, N = {self.length}, {what}"
@@ -481,6 +483,7 @@ def accuracy() -> tuple[Cell, ...]:
             Cell("logits", dtype, 128, 4096, size, softcap=bound)
             for size, bound in ((1.0, 50.0), (10.0, 10.0), (100.0, 30.0))
         ]
+        cells.append(Cell("packed", dtype, 128, 4096))
     return tuple(cells)
 
 
@@ -489,7 +492,9 @@ def quick_cells(cells: Iterable[Cell]) -> tuple[Cell, ...]:
     some = [
         replace(cell, length=256)
         for cell in cells
-        if cell.head_dim == 64 or (cell.kind == "near" and cell.kl in (1e-2, 1e-8))
+        if cell.head_dim == 64
+        or cell.kind == "packed"
+        or (cell.kind == "near" and cell.kl in (1e-2, 1e-8))
     ]
     return tuple(dict.fromkeys(some))
 

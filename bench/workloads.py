@@ -33,7 +33,7 @@ class Workload:
     softcap
         Bound of the logits of both sides. None for none.
     lengths
-        With `causal`: those of packed sequences, which add up to both lengths. Empty for one.
+        Those of packed sequences, which add up to both lengths. Empty for one.
     precision
         Of float32 inputs, as ``attention_kl`` takes it.
     """
@@ -72,10 +72,8 @@ class Workload:
             )
         if self.window is not None and not (self.causal and self.num_queries == self.num_keys):
             raise ValueError("window: expected a causal square, got another problem")
-        if self.lengths and not (
-            self.causal and self.num_queries == self.num_keys == sum(self.lengths)
-        ):
-            raise ValueError("lengths: expected a causal square of their sum, got another problem")
+        if self.lengths and not self.num_queries == self.num_keys == sum(self.lengths):
+            raise ValueError("lengths: expected a square of their sum, got another problem")
         if self.heads % self.group:
             raise ValueError(
                 f"group: expected a divisor of the {self.heads} heads, got {self.group}"
@@ -117,7 +115,8 @@ class Workload:
         pairs that its mask allows, and so does a window.
         """
         if self.lengths:
-            return sum(self.heads * length * length / 2 for length in self.lengths)
+            share = 0.5 if self.causal else 1.0
+            return sum(self.heads * length * length * share for length in self.lengths)
         if self.window is not None:
             seen = min(self.window + 1, self.num_keys)  # by all but the first rows
             return float(self.heads * (self.num_queries * seen - seen * (seen - 1) // 2))

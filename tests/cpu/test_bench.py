@@ -44,7 +44,8 @@ def test_a_window_counts_the_pairs_of_its_mask():
     assert replace(workload, window=60).pairs == 3 * 50 * 51 / 2
     packed = Workload(3, 50, 50, 8, 8, causal=True, lengths=(30, 20))
     assert packed.pairs == 3 * (30 * 30 + 20 * 20) / 2
-    with pytest.raises(ValueError, match="lengths: expected a causal square"):
+    assert replace(packed, causal=False).pairs == 2 * packed.pairs
+    with pytest.raises(ValueError, match="lengths: expected a square"):
         replace(packed, lengths=(30, 21))
     with pytest.raises(ValueError, match="window: expected a causal square"):
         replace(workload, num_keys=60)
@@ -457,7 +458,7 @@ def test_the_cells_of_the_table_of_accuracy():
     near = [cell.kl for cell in cells if cell.kind == "near" and cell.headline]
     assert near == pytest.approx([10**-power for power in range(2, 9)])
     quick = cases.quick_cells(cells)
-    assert {cell.kind for cell in quick} == {"logits", "near", "equal"}
+    assert {cell.kind for cell in quick} == {"logits", "near", "equal", "packed"}
     assert len(quick) < len(cells) / 2
     assert {cell.length for cell in quick} == {256}
 
@@ -665,6 +666,7 @@ CASES = {
     "window": Workload(2, 24, 24, 16, 16, causal=True, window=5),
     "softcap": Workload(2, 24, 20, 16, 16, causal=True, softcap=0.7),
     "packed": Workload(4, 24, 24, 16, 16, causal=True, group=2, lengths=(11, 1, 12)),
+    "packed, full": Workload(2, 24, 24, 16, 16, lengths=(11, 1, 12)),
     "two head dims": Workload(1, 10, 33, 8, 24),
     "causal, rows without keys": Workload(2, 40, 17, 16, 8, causal=True),
     "setting 2": Workload(2, 20, 30, 16, 16, setting=2, causal=True),
@@ -1228,6 +1230,34 @@ def test_near_sides_are_as_near_as_wanted(torch, dtype, kl):
     # A few dozen elements move for the nearest, and the largest of them count most.
     assert kl / 3 < found < 3 * kl
     assert (second.workload.setting, second.k2 is first.k2) == (2, True)
+
+
+def test_packed_sequences_are_solved_one_by_one(torch, monkeypatch):
+    import numpy as np
+
+    from bench import accuracy
+    from streamkl_cupy import reference
+
+    problem = accuracy.Problem.of(cases.Cell("packed", "bfloat16", 16, 40), "cpu")
+    case = problem.cases[0]
+    assert case.workload.lengths == (20, 5, 1, 14)
+    arrays = [x.double().numpy() for x in case.inputs]
+    ends = {name: case.mask[name].numpy() for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    state = reference.attention_kl(*arrays, **ends, return_state=True)
+    found = problem.solve(exact=True)
+    np.testing.assert_allclose(found["kl"], state.kl, rtol=1e-12, atol=1e-14)
+    wrt = ("q1", "k1", "q2", "k2")
+    exact = reference.attention_kl_backward(
+        case.dkl.double().numpy(), *arrays, state, wrt=wrt, **ends
+    )
+    for name, gradient in zip(wrt, exact, strict=True):
+        np.testing.assert_allclose(
+            found["d" + name], gradient.swapaxes(0, 1), rtol=1e-9, atol=1e-14
+        )
+    monkeypatch.setattr(accuracy, "_ours", _solved_by_the_reference)
+    *own, peer = accuracy.rows_of(problem, ("eager",))
+    assert [row["status"] for row in own] == ["ok"] * 3
+    assert (peer["status"], peer["detail"]) == ("skipped", "it takes no packed sequences here")
 
 
 def _solved_by_the_reference(problem, strategy):
