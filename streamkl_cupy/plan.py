@@ -1801,7 +1801,12 @@ def backward_tiles(
     """
     _, trained = _fixed_and_trained(dim1, dim2, side)
     if arithmetic in WIDE:
-        return _wide_backward_tiles(dim1 + dim2, trained, aligned and mask == PLAIN)
+        # Sums of 128 columns leave few registers for dS in parts.
+        is_roomy = (
+            aligned and mask == PLAIN and (arithmetic == "tf32" or kernel == "backward_dk_sm80")
+        )
+        chunk = 32 if trained <= 96 or is_roomy else 16
+        return _wide_backward_tiles(dim1 + dim2, trained, chunk)
     large = (BackwardTile(2, 4, 48, 48, 2),) if trained <= 64 and dim1 + dim2 <= 128 else ()
     if kernel == "backward_dk_sm80" and not aligned and mask == "kRagged":
         large = ()
@@ -1821,13 +1826,13 @@ def backward_tiles(
     )
 
 
-def _wide_backward_tiles(total: int, trained: int, is_plain: bool) -> tuple[BackwardTile, ...]:
+def _wide_backward_tiles(total: int, trained: int, chunk: int) -> tuple[BackwardTile, ...]:
     """Those of elements of 4 bytes: eight warps where they fit, as one waits for its splits."""
     tiles = [BackwardTile(1, warps, 16, 16, 2) for warps in (4, 2, 1)]
     if trained <= 192:
         tiles.insert(0, BackwardTile(1, 4, 32, 32, 2))
-    if trained <= (128 if is_plain else 96):
-        tiles.insert(0, BackwardTile(1, 8, 32, 32, 2))
+    if trained <= 128:
+        tiles.insert(0, BackwardTile(1, 8, 32, chunk, 2))
     if trained <= 64 and total <= 128:
         tiles.insert(0, BackwardTile(2, 4, 32, 16, 2))
     return tuple(tiles)

@@ -85,7 +85,7 @@ def test_the_name_says_all_of_the_shape():
     ("change", "message"),
     [
         ({"heads": 0}, "heads: expected a whole number from 1 up, got 0"),
-        ({"dtype": "float32"}, "dtype: expected one of bfloat16, float16, got 'float32'"),
+        ({"dtype": "float64"}, "dtype: expected one of bfloat16, float16, float32, got 'float64'"),
         ({"setting": 3}, "setting: expected 1 .* got 3"),
     ],
 )
@@ -452,9 +452,10 @@ def test_the_cells_of_the_table_of_accuracy():
     assert len(set(cells)) == len({cell.label for cell in cells}) == len(cells)
     logits = [cell for cell in cells if cell.kind == "logits"]
     assert {cell.logit_scale for cell in logits} == {1, 10, 100, 1000}
-    assert {(cell.dtype, cell.head_dim) for cell in logits} == set(
-        itertools.product(("bfloat16", "float16"), (64, 128, 256))
-    )
+    assert {(cell.dtype, cell.head_dim) for cell in logits} == {
+        *itertools.product(("bfloat16", "float16"), (64, 128, 256)),
+        ("float32", 128),
+    }
     near = [cell.kl for cell in cells if cell.kind == "near" and cell.headline]
     assert near == pytest.approx([10**-power for power in range(2, 9)])
     quick = cases.quick_cells(cells)

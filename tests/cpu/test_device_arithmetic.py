@@ -809,9 +809,9 @@ def test_gradients_of_bounded_logits(
     last = fractions[1] if side == 2 else log2[2] - fractions[1] + fractions[0]
     row = np.array([exponents[0], fractions[0], exponents[1], last], np.float32)
     factors = [bound if t == side else scale for t in (1, 2)]
-    # Of the parameters only the scales to base 2 are read, the last but three.
+    # Of the parameters only the scales to base 2 are read, which five fields follow.
     fields = [0] * (len(launch.BACKWARD_PARAMS.format) - 1)
-    fields[-5:-3] = [launch.LOG2_E * factor for factor in factors]
+    fields[-7:-5] = [launch.LOG2_E * factor for factor in factors]
     params = np.frombuffer(launch.BACKWARD_PARAMS.pack(*fields), np.uint8)
     ds, weighted = np.empty(num_keys, np.float32), np.empty(num_keys, np.float32)
     library.product_gradients(
