@@ -1107,7 +1107,7 @@ def forward_tiles(
     leave their queries in shared memory.
     """
     if arithmetic in WIDE:
-        return _wide_forward_tiles(num_rows)
+        return _wide_forward_tiles(dim1 + dim2, num_rows)
     total = dim1 + dim2
     if num_rows <= 16:
         # Past 384, guarded loads of packed heads leave no registers for queries beside a mask's.
@@ -1128,13 +1128,14 @@ def forward_tiles(
     return (ForwardTile(1, 4, 1, 32, 32, 2, True), ForwardTile(1, 4, 1, 16, 16, 2, True))
 
 
-def _wide_forward_tiles(num_rows: int) -> tuple[ForwardTile, ...]:
+def _wide_forward_tiles(total: int, num_rows: int) -> tuple[ForwardTile, ...]:
     if num_rows <= 16:
         tiles = [
             ForwardTile(1, 1, 4, 128, 32, 2, False),
             ForwardTile(1, 1, 4, 64, 16, 2, False),
-            ForwardTile(1, 1, 2, 32, 16, 2, False),
         ]
+        # Past 384 its guarded loads spill.
+        tiles += [ForwardTile(1, 1, 2, 32, 16, 2, False)] * (total <= 384)
     elif num_rows <= FEW_QUERIES:
         tiles = [ForwardTile(2, 2, 2, 64, 32, 2, False), ForwardTile(1, 4, 1, 32, 32, 2, False)]
     else:
