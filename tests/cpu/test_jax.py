@@ -1216,8 +1216,6 @@ def test_a_process_of_one_card_does_not_ask_which(
 
 
 def test_only_a_card_refuses_it(card: Card, rng: np.random.Generator) -> None:
-    with pytest.raises(TypeError, match="q1: expected bfloat16 or float16 on a GPU, got float32"):
-        attention_kl(*problem_in(rng, "float32"))
     with pytest.raises(ValueError, match="q1 and k1: expected a head dimension that is a multiple"):
         attention_kl(*problem_in(rng, "bfloat16", head_dim1=12))
     with pytest.raises(ValueError, match=r"scale2: expected a magnitude below 2\.3e38"):

@@ -504,7 +504,7 @@ def test_entropies_transformed_and_compiled(generator: Any) -> None:
     ):
         torch.testing.assert_close(ours, torch.stack(each))
     inputs = draw(generator)
-    options = (True, 2, None, 1, None, 0.3, None, 2.0, "bhnd", False)
+    options = (True, 2, None, 1, None, 0.3, None, 2.0, None, "bhnd", False)
     arguments = (*differentiable(inputs), *options)
     outcome = torch.library.opcheck(OPERATORS.attention_kl_entropy.default, arguments)
     assert set(outcome.values()) == {"SUCCESS"}, outcome
@@ -623,7 +623,7 @@ def test_given_opcheck_and_compile(given: tuple[str, ...], generator: Any) -> No
     inputs = draw(generator)
     lse = draw_lse(generator, inputs[0].shape[:-1], given)
     outer = [lse.get(name) for name in ("lse1", "lse2")]
-    options = (True, 2, None, 1, None, 0.3, None, 2.0, "bhnd", False)
+    options = (True, 2, None, 1, None, 0.3, None, 2.0, None, "bhnd", False)
     state = OPERATORS.attention_kl_given(*inputs, *outer, *options)
     upstream = torch.randn(state[0].shape, generator=generator, dtype=torch.float64)
     leaves = differentiable(inputs)
@@ -743,7 +743,7 @@ def test_a_mean_of_nothing_is_zero(generator: Any) -> None:
 def test_ragged_opcheck_and_compile(name: str, has_entropy: bool, generator: Any) -> None:
     leaves, lengths = ragged(name, generator)
     values = [lengths.get(n) for n in LENGTHS]
-    options = (True, None, None, None, None, None, "bhnd", False)
+    options = (True, *(None,) * 8, "bhnd", False)
     forward = (*leaves, None, None, *values, None, None, has_entropy, *options)
     state = OPERATORS.attention_kl_ragged.default(*forward)
     rows = [part.detach() for part in state[:6]]
@@ -810,7 +810,7 @@ def test_lengths_that_do_not_fit(generator: Any) -> None:
 @pytest.mark.parametrize(("rank", "layout"), [(2, "bhnd"), (3, "bhnd"), (4, "bnhd")])
 def test_opcheck(rank: int, layout: str, generator: Any) -> None:
     inputs = draw(generator, rank, layout)
-    options = (True, 3, None, -1, None, 0.3, 1.5, None, layout, False)
+    options = (True, 3, None, -1, None, 0.3, 1.5, None, None, layout, False)
     state = OPERATORS.attention_kl_state(*inputs, *options)
     upstream = torch.randn(state[0].shape, generator=generator, dtype=torch.float64)
     for operator, arguments in (
@@ -854,7 +854,7 @@ def test_an_operator_alone_is_differentiable(generator: Any) -> None:
     inputs = draw(generator)
     expected = differentiable(inputs)
     attention_kl(*expected).sum().backward()
-    options = (False, *(None,) * 7, "bhnd", False)
+    options = (False, *(None,) * 8, "bhnd", False)
     for operator in (OPERATORS.attention_kl, OPERATORS.attention_kl_state):
         leaves = differentiable(inputs)
         result = operator(*leaves, *options)
@@ -889,12 +889,12 @@ def test_fake_tensors_of_a_card_and_what_it_refuses() -> None:
         kl = attention_kl(fake(), fake(), fake(), fake())
         assert (kl.device.type, kl.dtype, kl.shape) == ("cuda", torch.float32, (2, 4, 5))
         arguments = [fake() for _ in range(4)]
-        options = (False, *(None,) * 7, "bhnd", False)
+        options = (False, *(None,) * 8, "bhnd", False)
         state = OPERATORS.attention_kl_state(*arguments, *options)
         gradients = OPERATORS.attention_kl_backward(kl, *arguments, *state, ["k2"], *options)
         assert [gradient.dtype for gradient in gradients] == [torch.bfloat16]
-        with pytest.raises(TypeError, match="q1: expected bfloat16 or float16 on a GPU"):
-            attention_kl(*(fake(dtype=torch.float32) for _ in range(4)))
+        with pytest.raises(TypeError, match="q1: expected bfloat16, float16 or float32 on a GPU"):
+            attention_kl(*(fake(dtype=torch.float64) for _ in range(4)))
         with pytest.raises(ValueError, match="q1 and k1: expected a head dimension"):
             attention_kl(*(fake(12) for _ in range(4)))
 

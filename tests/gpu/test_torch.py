@@ -206,7 +206,7 @@ def test_what_the_card_does_not_take(
 
 def test_opcheck(door: Any, torch: Any, problem: Problem) -> None:
     operators = torch.ops.streamkl_cupy
-    options = (True, 6, None, 2, None, 0.3, "bhnd", True)
+    options = (True, 6, None, 2, None, 0.3, None, None, None, "bhnd", True)
     inputs = list(problem.arrays.values())
     state = operators.attention_kl_state(*inputs, *options)
     for operator, arguments in (
