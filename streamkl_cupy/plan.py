@@ -1501,7 +1501,9 @@ def _side(
         else:
             if not isinstance(tile, BackwardTile):
                 aligned, mask = problem.aligned, problem.kernel_mask
-                tile = backward_tile(name, dim1, dim2, side, device, aligned, mask, arithmetic)
+                tile = backward_tile(
+                    name, dim1, dim2, side, device, aligned, mask, problem.has_softcap, arithmetic
+                )
             template = backward_template(
                 name, arithmetic, side, dim1, dim2, tile, problem.aligned, has_dk
             )
@@ -1777,10 +1779,11 @@ def backward_tile(
     device: DeviceFacts,
     aligned: bool,
     mask: str,
+    has_softcap: bool,
     arithmetic: str = "bfloat16",
 ) -> BackwardTile:
     """Choose the tile of a kernel and a pair of buckets; see `backward_tiles`."""
-    tiles = backward_tiles(kernel, dim1, dim2, side, aligned, mask, arithmetic)
+    tiles = backward_tiles(kernel, dim1, dim2, side, aligned, mask, has_softcap, arithmetic)
     widths = padded(dim1, arithmetic), padded(dim2, arithmetic)
     sizes = [tile.shared_memory(kernel, *widths) + STATIC_BYTES for tile in tiles]
     return _best_that_fits(kernel, (dim1, dim2), tiles, sizes, device)
@@ -1793,12 +1796,13 @@ def backward_tiles(
     side: int,
     aligned: bool,
     mask: str,
+    has_softcap: bool,
     arithmetic: str = "bfloat16",
 ) -> tuple[BackwardTile, ...]:
     """Tiles for a pair of buckets, the fastest first.
 
     As many rows a warp as its accumulators leave registers for, and what else needs them: guarded
-    loads where addresses or strides are not aligned, and masks.
+    loads where addresses or strides are not aligned, masks, and softcaps.
     """
     _, trained = _fixed_and_trained(dim1, dim2, side)
     if arithmetic in WIDE:
@@ -1814,6 +1818,8 @@ def backward_tiles(
     medium = (BackwardTile(2, 4, 32, 32, 2),) if trained <= 128 and dim1 + dim2 <= 256 else ()
     if kernel == "backward_dq_sm80" and not (aligned and mask == PLAIN) and dim1 + dim2 > 128:
         medium = ()
+    if has_softcap and mask != PLAIN:
+        large, medium = (), ()
     # The fused kernel's dQ needs registers, too, and more of them in fewer warps.
     crowded = kernel == "backward_fused_sm80" and trained > 192
     small = () if crowded else (BackwardTile(1, 4, 32, 32, 2),)
@@ -2314,7 +2320,7 @@ def tile_candidates(
         cut = backward_warpgroup_tiles(*dims, side, problem.has_softcap)
         return tuple(tile for tile in cut if tile.shared_memory(*dims, side) <= limit)
     aligned, mask = problem.aligned, problem.kernel_mask
-    cuts = backward_tiles(kernel, *dims, side, aligned, mask, arithmetic)
+    cuts = backward_tiles(kernel, *dims, side, aligned, mask, problem.has_softcap, arithmetic)
     return tuple(
         tile for tile in cuts if tile.shared_memory(kernel, *widths) + STATIC_BYTES <= limit
     )
@@ -2490,7 +2496,7 @@ def _specialisations(
                     for has_dk in (True, False) if only_dq else (True,):
                         if kernel.endswith("sm80"):
                             cut = backward_tile(
-                                kernel, dim1, dim2, side, device, aligned, mask, dtype
+                                kernel, dim1, dim2, side, device, aligned, mask, has_softcap, dtype
                             )
                             template = backward_template(
                                 kernel, dtype, side, dim1, dim2, cut, aligned, has_dk
