@@ -29,6 +29,8 @@ from tests.gpu.card import (
     upload,
 )
 
+HEADS = {"heads": 4, "key_heads1": 2, "key_heads2": 1}
+EQUAL_GROUPS = {"key_heads2": 2}
 # Dtype, lengths, options, splits of the keys, and by how many bytes inputs are off alignment.
 RUNS = (
     ("bfloat16", {"num_queries": 130, "num_keys": 150}, {"causal": True}, 1, 0),
@@ -39,8 +41,8 @@ RUNS = (
     ("float16", {"num_queries": 3, "num_keys": 300}, {"causal": True}, 1, 0),
     ("bfloat16", {"num_queries": 100, "num_keys": 90}, {"causal": True}, 1, 2),
     ("float16", {"num_queries": 130, "num_keys": 150}, {"causal": True}, 1, 0),
-    ("bfloat16", {"num_queries": 200, "num_keys": 170}, {"causal": True}, 1, 0),
-    ("float16", {"num_queries": 170, "num_keys": 200}, {}, 1, 0),
+    ("bfloat16", {"num_queries": 200, "num_keys": 170} | EQUAL_GROUPS, {"causal": True}, 1, 0),
+    ("float16", {"num_queries": 170, "num_keys": 200} | EQUAL_GROUPS, {}, 1, 0),
     ("bfloat16", {"num_queries": 400, "num_keys": 300}, {"window": (40, 30)}, 1, 0),
     ("bfloat16", {"num_queries": 100, "num_keys": 90}, {"window": (20, 5), "q_offset": 30}, 2, 2),
     ("float16", {"num_queries": 3, "num_keys": 600}, {"window": (300, 0)}, 2, 0),
@@ -61,7 +63,6 @@ RAGGED = (
     ("float16", (70, 300), {"cu_seqlens_q": (0, 3, 70), "cu_seqlens_k": (0, 250, 300)}, 2),
     ("bfloat16", (130, 150), {"kv_starts": (40,), "kv_lens": (70,), "q_lens": (100,)}, 1),
 )
-HEADS = {"heads": 4, "key_heads1": 2, "key_heads2": 1}
 
 
 def let_all_lanes_arrive(directory: Path) -> None:
@@ -123,7 +124,7 @@ def main() -> None:
     library, rng = Cupy(), np.random.default_rng(0)
     ran: set[str] = set()
     for dtype, lengths, options, num_splits, offset in RUNS:
-        inputs = random_inputs(rng, dtype, **HEADS, **lengths)
+        inputs = random_inputs(rng, dtype, **(HEADS | lengths))
         arrays = {n: upload(library, x, offset * (n in INPUTS)) for n, x in inputs.items()}
         with plan.override(num_splits=num_splits):
             ran |= {kernel.kernel for kernel in forward_plan(arrays, options).kernels}

@@ -43,10 +43,10 @@ def test_arrays_that_no_kernel_takes_are_refused(
 ) -> None:
     import numpy as np
 
-    arrays = audit.random_problem(num_queries=4, num_keys=4, head_dim1=8, dtype="float32")
+    arrays = audit.random_problem(num_queries=4, num_keys=4, head_dim1=8, dtype="float64")
     np.savez(tmp_path / "mine.npz", **arrays)
     assert cli.main(["audit", "--npz", str(tmp_path / "mine.npz")]) == cli.CANNOT
-    assert "float32" in capsys.readouterr().err
+    assert "float64" in capsys.readouterr().err
 
 
 def test_info_names_the_card_and_its_kernels(
