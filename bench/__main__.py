@@ -42,6 +42,7 @@ _HELP = {
     "ablation": "split keys, fused kernels, Hopper's kernels, fixed order: each with and without",
     "lengths": "forward and backward over the length of the context, to 512K tokens",
     "peers": "every peer, at a length where all of them fit into the card",
+    "features": "masks, lengths, given log-sum-exps, softcaps, float32: errors and times",
     "startup": "time to the first result of a process, kernels compiled and cached",
     "plot": "pictures of the results of lengths, memory and accuracy; needs no card",
 }
@@ -62,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
             "--out", type=Path, default=RESULTS, metavar="DIR", help="where the results go"
         )
         command.add_argument("--commit", help="the commit, for a tree without a git directory")
-        if name in ("overhead-jax", "startup", "plot"):
+        if name in ("overhead-jax", "features", "startup", "plot"):
             continue
         command.add_argument(
             "--peers", type=_peers, metavar="A,B", help=f"none, or names of {', '.join(PEERS)}"
@@ -168,7 +169,11 @@ def _run(options: argparse.Namespace, say: Callable[[str], None]) -> Report:
         return startup.run(warm_processes=1 if options.quick else 5)
     if options.command == "overhead-jax":
         return jax_overhead.run(quick=options.quick, say=say)
-    # Loads PyTorch, which the others do without.
+    # Load PyTorch, which the others do without.
+    if options.command == "features":
+        from . import features
+
+        return features.run(quick=options.quick, say=say)
     from .commands import COMMANDS
 
     return COMMANDS[options.command](options, say)

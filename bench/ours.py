@@ -161,7 +161,7 @@ def unshared_forward_entry(case: Case) -> Entry:
     """The tile of many queries, and no keys split: neither among blocks nor among warps."""
     facts = launch.device_facts(case.q1.device.index or 0)
     dims = plan.bucket(case.workload.head_dim1), plan.bucket(case.workload.head_dim2)
-    tile = plan.forward_tile(*dims, plan.FEW_QUERIES + 1, False, facts)
+    tile = plan.forward_tile(*dims, plan.FEW_QUERIES + 1, plan.PLAIN, facts)
     overrides = {"num_splits": 1, "forward_tile": tile}
     return forward_entry(case, label=", keys not shared", overrides=overrides)
 

@@ -27,8 +27,10 @@ def solve(
     *,
     exact: bool,
     softcap: float | None = None,
+    allowed: torch.Tensor | None = None,
+    given: Sequence[torch.Tensor | None] = (None, None),
 ) -> Solution:
-    """kl, both log-sum-exps and the four gradients, one block of rows after another, unmasked.
+    """kl, both log-sum-exps, the four gradients and the entropies, one block of rows after another.
 
     Parameters
     ----------
@@ -43,16 +45,23 @@ def solve(
         rounded to the mantissa of the inputs and whose gradients are of their dtype.
     softcap
         Bound of the logits of both sides.
+    allowed
+        Which keys each query sees, bool ``(N_Q, N_K)``; None for all. Rows that see none have a kl
+        of 0, log-sum-exps of minus infinity and no gradients.
+    given
+        Log-sum-exps of either side from outside, ``(H, N_Q)``: constants in the place of its own.
 
     Returns
     -------
     dict
-        A tensor for each of ``OUTPUTS``.
+        A tensor for each of ``OUTPUTS``, and the ``"entropy"`` of P1 and its ``"cross_entropy"``
+        with P2.
     """
     dtype = torch.float64 if exact else torch.float32
     q1, k1, q2, k2 = (x.to(dtype) for x in inputs)
     heads, num_queries, _ = q1.shape
-    parts: dict[str, list[torch.Tensor]] = {name: [] for name in ("kl", "lse1", "lse2", "q1", "q2")}
+    of_rows = ("kl", "lse1", "lse2", "entropy", "cross_entropy")
+    parts: dict[str, list[torch.Tensor]] = {name: [] for name in (*of_rows, "q1", "q2")}
     dk = {"1": torch.zeros_like(k1), "2": torch.zeros_like(k2)}
     step = max(1, _BLOCK_ELEMENTS // (heads * k1.shape[1]))
     for start in range(0, num_queries, step):
@@ -62,24 +71,44 @@ def solve(
         if softcap is not None:
             t1, t2 = (s1 / softcap).tanh(), (s2 / softcap).tanh()
             s1, s2, slopes = softcap * t1, softcap * t2, {"1": 1 - t1 * t1, "2": 1 - t2 * t2}
+        hidden = None if allowed is None else ~allowed[rows]
+        if hidden is not None:
+            s1, s2 = s1.masked_fill(hidden, -math.inf), s2.masked_fill(hidden, -math.inf)
+
+        def visible(x: torch.Tensor, hidden: torch.Tensor | None = hidden) -> torch.Tensor:
+            return x if hidden is None else x.masked_fill(hidden, 0)
+
         log_p1, log_p2 = s1.log_softmax(-1), s2.log_softmax(-1)
-        p1 = log_p1.exp()
-        kl = (p1 * (log_p1 - log_p2)).sum(-1)
-        parts["kl"].append(kl)
-        for name, s, log_p in (("lse1", s1, log_p1), ("lse2", s2, log_p2)):
-            # What was taken from the largest logit.
-            parts[name].append(s.amax(-1) - log_p.amax(-1))
-        upstream = dkl[:, rows, None].to(dtype)
-        for side, q, k, ds in (
-            ("1", q1, k1, p1 * (log_p1 - log_p2 - kl[..., None])),
-            ("2", q2, k2, log_p2.exp() - p1),
+        for name, s, log_p, outer in (
+            ("lse1", s1, log_p1, given[0]),
+            ("lse2", s2, log_p2, given[1]),
         ):
+            # What was taken from the largest logit; where none is visible, minus infinity.
+            largest = s.amax(-1)
+            lse = torch.where(largest.isinf(), largest, largest - log_p.amax(-1))
+            parts[name].append(lse if outer is None else outer[:, rows].to(dtype))
+        own2 = visible(log_p2.exp())
+        if given[0] is not None:
+            log_p1 = s1 - given[0][:, rows, None].to(dtype)
+        if given[1] is not None:
+            log_p2 = s2 - given[1][:, rows, None].to(dtype)
+        p1, ratio = visible(log_p1.exp()), visible(log_p1 - log_p2)
+        kl = (p1 * ratio).sum(-1)
+        parts["kl"].append(kl)
+        parts["entropy"].append(-(p1 * visible(log_p1)).sum(-1))
+        parts["cross_entropy"].append(-(p1 * visible(log_p2)).sum(-1))
+        # A given log-sum-exp is a constant.
+        of_row1 = kl[..., None] if given[0] is None else -1.0
+        mass1 = 1.0 if given[0] is None else p1.sum(-1, keepdim=True)
+        ds2 = mass1 * own2 - p1 if given[1] is None else -p1
+        upstream = dkl[:, rows, None].to(dtype)
+        for side, q, k, ds in (("1", q1, k1, p1 * (ratio - of_row1)), ("2", q2, k2, ds2)):
             weighted = ds * upstream * slopes[side]
             if not exact:
                 weighted = round_mantissa(weighted, inputs[0].dtype)
             parts["q" + side].append(weighted @ k)
             dk[side] += weighted.mT @ q[:, rows]
-    solution = {name: torch.cat(parts[name], dim=1) for name in ("kl", "lse1", "lse2")}
+    solution = {name: torch.cat(parts[name], dim=1) for name in of_rows}
     for side, scale in zip("12", scales, strict=True):
         solution["dq" + side] = torch.cat(parts["q" + side], dim=1) * scale
         solution["dk" + side] = dk[side] * scale

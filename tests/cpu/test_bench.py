@@ -1294,6 +1294,37 @@ def test_the_table_of_accuracy(torch, monkeypatch):
     assert note.startswith("Floor of kl between near sides, float16, absolute: ours 0.0e+00 to")
 
 
+def test_the_table_of_features(torch, monkeypatch):
+    from bench import features
+
+    monkeypatch.setattr(features, "SMALL", (2, 96))
+    cpu = torch.device("cpu")
+    assert len({feature.label for feature in features.FEATURES}) == len(features.FEATURES)
+    for feature in features.FEATURES:
+        row = features.errors_of(feature, cpu)
+        assert row["status"] == "ok", row
+        assert row["rule"] == ("holds" if feature.has_rule else "none")
+        # On the CPU kl and the log-sum-exps are the float64 reference's.
+        assert max(row[name] for name in ("kl", "lse1", "lse2")) < 1e-14
+        assert ("entropy" in row) == (feature.label == "entropies")
+
+
+@pytest.mark.parametrize("name", ["kl", "lse2", "dk1"])
+def test_a_feature_that_breaks_the_rule_is_wrong(torch, monkeypatch, name):
+    from bench import features
+
+    monkeypatch.setattr(features, "SMALL", (2, 96))
+    monkeypatch.setattr(
+        features.Problem,
+        "outputs",
+        lambda problem, **choices: (
+            problem.solve(exact=True) | {name: problem.solve(exact=True)[name] * 1.02}
+        ),
+    )
+    row = features.errors_of(features.FEATURES[1], torch.device("cpu"))
+    assert (row["status"], row["rule"]) == ("wrong", f"broken: {name}")
+
+
 def test_an_output_that_breaks_the_rule_fails_the_run_if_it_is_ours(torch, monkeypatch):
     from bench import accuracy
 
