@@ -2425,8 +2425,8 @@ def declared(arch: str) -> tuple[Specialisation, ...]:
 
     For sm_80 and sm_90a every kernel, dtype, side and equal pair of head dims and the unequal pairs
     that the benchmarks name, for elements of 4 bytes fewer; windows, ragged batches, entropies and
-    softcaps for the most common pair, one at a time; for others a sample of all, the same every
-    time.
+    softcaps for the most common pair, one at a time, for elements of 2 bytes; for others a sample
+    of all, the same every time.
     """
     if arch in FULLY_DECLARED:
         pairs = [(dim, dim) for dim in BUCKETS] + list(UNEQUAL_PAIRS)
@@ -2443,7 +2443,8 @@ def declared(arch: str) -> tuple[Specialisation, ...]:
 def _is_declared(template: dict[str, Any]) -> bool:
     has_mask = template.get("kMask", PLAIN) != PLAIN
     added = (has_mask, template.get("kHasEntropy", False), template.get("kHasSoftcap", False))
-    return added.count(True) <= 1 and template.get("kIsAligned") is not False
+    most = 0 if template.get("Element") in map(ELEMENTS.get, WIDE) else 1
+    return added.count(True) <= most and template.get("kIsAligned") is not False
 
 
 def _specialisations(
