@@ -88,21 +88,33 @@ SKL_DEVICE void copy_chunk(uint32 to, const uint16* from, bool is_inside, const 
 template <int kRows, int kHeadDim, int kNumThreads, bool kIsAligned>
 SKL_DEVICE void load_tile(uint32 tile, const RowsOfHead& source, int first_row) {
     using Layout = TileLayout<kHeadDim>;
-    constexpr int kStep =
-        kNumThreads / Layout::kChunks;  // rows at a time; threads beyond have nothing to do
-    const int thread = threadIdx.x, chunk = thread % Layout::kChunks;
-    int row = thread / Layout::kChunks;
-    if (kNumThreads % Layout::kChunks != 0 && row >= kStep) return;
-    const int num_rows =
-        chunk * 8 < source.head_dim ? min_of(kRows, source.num_rows - first_row) : 0;
-    const uint16* from = source.data + (first_row + row) * source.row_stride + chunk * 8;
-    SKL_UNROLL
-    for (int i = 0; i < ceil_div(kRows, kStep);
-         ++i, row += kStep, from += kStep * source.row_stride) {
-        if (kRows % kStep != 0 && row >= kRows) break;
-        const bool is_inside = row < num_rows;
-        copy_chunk<kIsAligned>(tile + Layout::offset_bytes(row, chunk), from, is_inside,
-                               source.data);
+    if constexpr (kNumThreads < Layout::kChunks) {
+        // One warp, whose rows have more chunks than it has threads.
+        SKL_NO_UNROLL
+        for (int i = threadIdx.x; i < kRows * Layout::kChunks; i += kNumThreads) {
+            const int row = i / Layout::kChunks, chunk = i % Layout::kChunks;
+            const bool is_inside = first_row + row < source.num_rows && chunk * 8 < source.head_dim;
+            copy_chunk<kIsAligned>(tile + Layout::offset_bytes(row, chunk),
+                                   source.data + (first_row + row) * source.row_stride + chunk * 8,
+                                   is_inside, source.data);
+        }
+    } else {
+        constexpr int kStep =
+            kNumThreads / Layout::kChunks;  // rows at a time; threads beyond have nothing to do
+        const int thread = threadIdx.x, chunk = thread % Layout::kChunks;
+        int row = thread / Layout::kChunks;
+        if (kNumThreads % Layout::kChunks != 0 && row >= kStep) return;
+        const int num_rows =
+            chunk * 8 < source.head_dim ? min_of(kRows, source.num_rows - first_row) : 0;
+        const uint16* from = source.data + (first_row + row) * source.row_stride + chunk * 8;
+        SKL_UNROLL
+        for (int i = 0; i < ceil_div(kRows, kStep);
+             ++i, row += kStep, from += kStep * source.row_stride) {
+            if (kRows % kStep != 0 && row >= kRows) break;
+            const bool is_inside = row < num_rows;
+            copy_chunk<kIsAligned>(tile + Layout::offset_bytes(row, chunk), from, is_inside,
+                                   source.data);
+        }
     }
 }
 

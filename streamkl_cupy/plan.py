@@ -1811,12 +1811,16 @@ def backward_tiles(
             aligned and mask == PLAIN and (arithmetic == "tf32" or kernel == "backward_dk_sm80")
         )
         chunk = 32 if trained <= 96 or is_roomy else 16
-        return _wide_backward_tiles(dim1 + dim2, trained, chunk)
+        is_plain = aligned and mask == PLAIN and not has_softcap
+        return _wide_backward_tiles(dim1 + dim2, trained, chunk, is_plain)
     large = (BackwardTile(2, 4, 48, 48, 2),) if trained <= 64 and dim1 + dim2 <= 128 else ()
     if kernel == "backward_dk_sm80" and not aligned and mask == "kRagged":
         large = ()
     medium = (BackwardTile(2, 4, 32, 32, 2),) if trained <= 128 and dim1 + dim2 <= 256 else ()
-    if kernel == "backward_dq_sm80" and not (aligned and mask == PLAIN) and dim1 + dim2 > 128:
+    is_plain = aligned and mask == PLAIN and not has_softcap
+    if kernel == "backward_dq_sm80" and not is_plain and dim1 + dim2 > 128:
+        medium = ()
+    if kernel == "backward_fused_sm80" and mask == "kRagged" and dim1 + dim2 > 128:
         medium = ()
     if has_softcap and mask != PLAIN:
         large, medium = (), ()
@@ -1833,11 +1837,13 @@ def backward_tiles(
     )
 
 
-def _wide_backward_tiles(total: int, trained: int, chunk: int) -> tuple[BackwardTile, ...]:
+def _wide_backward_tiles(
+    total: int, trained: int, chunk: int, is_plain: bool
+) -> tuple[BackwardTile, ...]:
     """Those of elements of 4 bytes: eight warps where they fit, as one waits for its splits."""
     tiles = [BackwardTile(1, warps, 16, 16, 2) for warps in (4, 2, 1)]
-    if trained <= 192:
-        tiles.insert(0, BackwardTile(1, 4, 32, 32, 2))
+    if trained <= (192 if is_plain else 128):
+        tiles.insert(0, BackwardTile(1, 4, 32, 32 if trained <= 96 else 16, 2))
     if trained <= 128:
         tiles.insert(0, BackwardTile(1, 8, 32, chunk, 2))
     if trained <= 64 and total <= 128:
@@ -2435,8 +2441,9 @@ def declared(arch: str) -> tuple[Specialisation, ...]:
         of_elements |= {"float32": [(64, 64), (128, 128), (256, 256)], "tf32": [(128, 128)]}
         full = [(128, 128)]
         found = _specialisations(arch, of_elements, in_full=full, masked=full, capped=full)
+        found = tuple(one for one in found if ("kIsAligned", False) not in one[1])
         return tuple(one for one in found if _is_declared(dict(one[1])))
-    everything = specialisations(arch)
+    everything = [one for one in specialisations(arch) if _is_declared(dict(one[1]))]
     return tuple(random.Random(arch).sample(everything, min(SAMPLE_SIZE, len(everything))))
 
 
@@ -2444,7 +2451,7 @@ def _is_declared(template: dict[str, Any]) -> bool:
     has_mask = template.get("kMask", PLAIN) != PLAIN
     added = (has_mask, template.get("kHasEntropy", False), template.get("kHasSoftcap", False))
     most = 0 if template.get("Element") in map(ELEMENTS.get, WIDE) else 1
-    return added.count(True) <= most and template.get("kIsAligned") is not False
+    return added.count(True) <= most
 
 
 def _specialisations(
