@@ -217,6 +217,22 @@ def test_splits_and_views_off_16_bytes(
         assert error(views[name].astype(np.float64), whole[name].astype(np.float64)) < 1e-6
 
 
+@pytest.mark.parametrize("head_dim", [136, 200, 256])
+def test_tiles_of_cards_with_less_shared_memory(
+    head_dim: int, rng: np.random.Generator, cupy_library: Cupy
+) -> None:
+    # One warp, whose rows have more columns of 16 bytes than it has threads.
+    inputs = draw(rng, num_queries=50, num_keys=70, head_dim1=head_dim)
+    arrays = upload_all(cupy_library, inputs)
+    tiles = dict.fromkeys(plan.PORTABLE_PAIR, plan.BackwardTile(1, 1, 16, 16, 2))
+    forward_tile = plan.ForwardTile(1, 1, 1, 16, 16, 2, False)
+    with plan.override(forward_tile=forward_tile, backward_tiles=tiles):
+        assert forward_plan(arrays, {}).kernels[0].block == 32
+        chosen = backward_plan(arrays, {}, INPUTS)
+        assert {k.block for k in chosen.kernels if k.kernel in plan.PORTABLE_PAIR} == {32}
+        check(run(cupy_library, arrays, {}, into=True), inputs, {})
+
+
 @pytest.mark.parametrize("precision", ["float32", "tf32"])
 def test_two_runs_agree_bit_for_bit(
     precision: str, rng: np.random.Generator, cupy_library: Cupy
