@@ -29,10 +29,14 @@ ROWS = ("kl", "lse1", "lse2", "mass1")
 
 
 def outside(
-    rng: np.random.Generator, inputs: dict[str, np.ndarray], given: tuple[str, ...], above: float
+    rng: np.random.Generator,
+    inputs: dict[str, np.ndarray],
+    options: dict[str, Any],
+    given: tuple[str, ...],
+    above: float,
 ) -> dict[str, np.ndarray]:
     """Log-sum-exps that lie above the rows' own by `above` and up to 1 more."""
-    own = reference.attention_kl(*(inputs[n] for n in INPUTS), return_state=True)
+    own = reference.attention_kl(*(inputs[n] for n in INPUTS), **options, return_state=True)
     found = {}
     for name in given:
         values = getattr(own, name) + above + rng.random(own.kl.shape)
@@ -154,7 +158,7 @@ def test_values_and_gradients(
         rng, dtype, heads=4, key_heads1=2, num_queries=210, num_keys=190, head_dim2=32
     )
     options = {"causal": causal, "scale1": 0.2}
-    lse = outside(rng, inputs, given, 0.5)
+    lse = outside(rng, inputs, options, given, 0.5)
     expected = ExpectedGiven(inputs, options, lse)
     with plan.override(
         forward_kernel=f"forward_{generation}",
@@ -179,7 +183,7 @@ def test_windows(
     # Under the first mask the first queries lie before what they see, under the second the last
     # ones behind it.
     inputs = random_inputs(rng, heads=4, key_heads1=2, num_queries=280, num_keys=200)
-    lse = outside(rng, inputs, given, 0.5)
+    lse = outside(rng, inputs, mask, given, 0.5)
     expected = ExpectedGiven(inputs, mask, lse)
     assert (expected.values["mass1"] == 0).any()  # some see no key
     with plan.override(
@@ -202,7 +206,7 @@ def test_far_from_the_rows_own(
 ) -> None:
     """P1 adds up to about 5 where fewer keys are covered, and to 1e-5 where very many are."""
     inputs = random_inputs(rng, dtype, num_queries=130, num_keys=150)
-    lse = outside(rng, inputs, given, above)
+    lse = outside(rng, inputs, {}, given, above)
     expected = ExpectedGiven(inputs, {}, lse)
     for strategy in ("fused", "separate"):
         expected.check(run(cupy_library, inputs, {}, lse, strategy=strategy))
@@ -213,7 +217,7 @@ def test_split_keys_and_few_queries(
     given: tuple[str, ...], library: Library, rng: np.random.Generator
 ) -> None:
     inputs = random_inputs(rng, num_queries=3, num_keys=5000)
-    lse = outside(rng, inputs, given, 0.5)
+    lse = outside(rng, inputs, {}, given, 0.5)
     with plan.override(num_splits=7):
         for mask in ({}, {"window": (3500, 100), "q_offset": 4000}):
             ExpectedGiven(inputs, mask, lse).check(run(library, inputs, mask, lse))
@@ -230,7 +234,7 @@ def test_large_logits(cupy_library: Cupy, rng: np.random.Generator) -> None:
         inputs["q" + t][..., -1] = 250
         inputs["k" + t][..., -1] = 32
     for given in GIVEN:
-        lse = outside(rng, inputs, given, 0.5)
+        lse = outside(rng, inputs, {}, given, 0.5)
         expected = ExpectedGiven(inputs, {}, lse, has_offset=True)
         assert expected.values["lse1"].min() > 900
         cut = 0.125 * 4 * 2.0**-13
@@ -242,7 +246,7 @@ def test_large_logits(cupy_library: Cupy, rng: np.random.Generator) -> None:
 
 def test_strides_and_layout(library: Library, rng: np.random.Generator) -> None:
     inputs = random_inputs(rng, num_queries=70, num_keys=70)
-    lse = outside(rng, inputs, ("lse1", "lse2"), 0.5)
+    lse = outside(rng, inputs, {}, ("lse1", "lse2"), 0.5)
     lse["lse2"] = np.broadcast_to(np.float32(5.5), lse["lse2"].shape)
     expected = ExpectedGiven(inputs, {}, lse, ("q2",))
     swapped = upload_all(
@@ -262,7 +266,7 @@ def test_what_is_not_finite_stays_in_its_row(cupy_library: Cupy, rng: np.random.
     inputs["q1"][0, 1, 50, 1] = np.inf
     inputs["k1"][0, 0, 100, 1] = np.nan  # which under the mask the first queries do not see
     for given in GIVEN:
-        lse = outside(rng, inputs, given, 0.5)
+        lse = outside(rng, inputs, {}, given, 0.5)
         expected = ExpectedGiven(inputs, {"causal": True}, lse)
         for strategy in ("fused", "separate"):
             expected.check(run(cupy_library, inputs, {"causal": True}, lse, strategy=strategy))
@@ -273,7 +277,7 @@ def test_torch(given: tuple[str, ...], torch_library: Torch, rng: np.random.Gene
     from streamkl_cupy.torch import attention_kl
 
     inputs = random_inputs(rng, num_queries=130, num_keys=150)
-    lse = outside(rng, inputs, given, 0.5)
+    lse = outside(rng, inputs, {}, given, 0.5)
     expected = ExpectedGiven(inputs, {"causal": True}, lse)
     arrays, outer = upload_all(torch_library, inputs), upload_all(torch_library, lse)
     leaves = {n: x.requires_grad_() for n, x in (arrays | outer).items() if n != "dkl"}
@@ -290,7 +294,7 @@ def test_jax(given: tuple[str, ...], jax: Any, rng: np.random.Generator) -> None
     from streamkl_cupy.jax import attention_kl
 
     inputs = random_inputs(rng, num_queries=130, num_keys=150)
-    lse = outside(rng, inputs, given, 0.5)
+    lse = outside(rng, inputs, {}, given, 0.5)
     expected = ExpectedGiven(inputs, {"causal": True}, lse)
 
     def weighted(dkl: Any, *x: Any) -> Any:
