@@ -2,16 +2,19 @@
 
 What compute-sanitizer watches, so no time goes into anything else. The values are tested elsewhere;
 here they only have to be finite. With ``--all-lanes`` every lane of a warp arrives at its barriers
-(``cuda_src/ptx/mbarrier.cuh``), without which the race checker sees races that are none.
+(``cuda_src/ptx/mbarrier.cuh``), without which the race checker sees races that are none. With
+``--part K N`` only every Nth of the runs is made, from K on.
 """
 
 from __future__ import annotations
 
+import argparse
+import functools
 import itertools
 import shutil
-import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import cupy
 import numpy as np
@@ -97,57 +100,85 @@ def run_states(library: Cupy, rng: np.random.Generator) -> set[str]:
     return {behind.kernel, *(step.kernel for step in plan.merge(1, 2, facts).kernels)}
 
 
-def run_ragged(library: Cupy, rng: np.random.Generator) -> set[str]:
-    """Padded and packed batches; returns the kernels of their forward."""
+def run_ragged(
+    library: Cupy,
+    rng: np.random.Generator,
+    dtype: str,
+    shape: tuple[int, int],
+    lengths: dict[str, tuple[int, ...]],
+    num_splits: int,
+) -> set[str]:
+    """A padded or packed batch; returns the kernels of its forward."""
+    num_queries, num_keys = shape
+    inputs = random_inputs(rng, dtype, **HEADS, num_queries=num_queries, num_keys=num_keys)
+    if "cu_seqlens_q" in lengths:
+        inputs = {n: x[0] if n == "dkl" else x[0].swapaxes(0, 1) for n, x in inputs.items()}
+    arrays = {name: upload(library, values) for name, values in inputs.items()}
+    on_card = {n: upload(library, np.array(x, np.int32)) for n, x in lengths.items()}
+    generations = ({}, {"forward_kernel": "forward_sm80", "backward_kernel": plan.PORTABLE})
     ran = set()
-    for dtype, (num_queries, num_keys), lengths, num_splits in RAGGED:
-        inputs = random_inputs(rng, dtype, **HEADS, num_queries=num_queries, num_keys=num_keys)
-        if "cu_seqlens_q" in lengths:
-            inputs = {n: x[0] if n == "dkl" else x[0].swapaxes(0, 1) for n, x in inputs.items()}
-        arrays = {name: upload(library, values) for name, values in inputs.items()}
-        on_card = {n: upload(library, np.array(x, np.int32)) for n, x in lengths.items()}
-        generations = ({}, {"forward_kernel": "forward_sm80", "backward_kernel": plan.PORTABLE})
-        for kernels, strategy in itertools.product(generations, ("fused", "separate")):
-            with plan.override(num_splits=num_splits, **kernels):
-                options = {"causal": True, **on_card}
-                ran |= {kernel.kernel for kernel in forward_plan(arrays, options).kernels}
-                results = run(library, arrays, options, strategy=strategy, into=True)
-            for name, values in results.items():
-                finite = np.isfinite(values.astype(np.float32))
-                assert finite.all() or name.startswith("lse"), name
-        cupy.cuda.Device().synchronize()
-        print(f"ran {dtype} {lengths} splits {num_splits}", flush=True)
+    for kernels, strategy in itertools.product(generations, ("fused", "separate")):
+        with plan.override(num_splits=num_splits, **kernels):
+            options = {"causal": True, **on_card}
+            ran |= {kernel.kernel for kernel in forward_plan(arrays, options).kernels}
+            assert_finite(run(library, arrays, options, strategy=strategy, into=True))
+    print(f"ran {dtype} {lengths} splits {num_splits}", flush=True)
     return ran
 
 
-def main() -> None:
-    library, rng = Cupy(), np.random.default_rng(0)
+def run_plain(
+    library: Cupy,
+    rng: np.random.Generator,
+    dtype: str,
+    lengths: dict[str, int],
+    options: dict[str, Any],
+    num_splits: int,
+    offset: int,
+) -> set[str]:
+    """One of `RUNS`; returns its kernels."""
+    inputs = random_inputs(rng, dtype, **(HEADS | lengths))
+    arrays = {n: upload(library, x, offset * (n in INPUTS)) for n, x in inputs.items()}
+    with plan.override(num_splits=num_splits):
+        ran = {kernel.kernel for kernel in forward_plan(arrays, options).kernels}
+        for strategy in ("fused", "separate")[dtype == "float32" :]:
+            chosen = backward_plan(arrays, options, INPUTS, strategy=strategy)
+            ran |= {kernel.kernel for kernel in chosen.kernels}
+            assert_finite(run(library, arrays, options, strategy=strategy, into=True))
+    print(f"ran {dtype} {lengths} {options} splits {num_splits} offset {offset}", flush=True)
+    return ran
+
+
+def assert_finite(results: dict[str, np.ndarray]) -> None:
+    for name, values in results.items():
+        # A row without keys has a log-sum-exp of -inf.
+        assert np.isfinite(values.astype(np.float32)).all() or name.startswith("lse"), name
+
+
+def main(part: int = 0, num_parts: int = 1) -> None:
+    library, rng = Cupy(), np.random.default_rng(part)
+    jobs = [
+        lambda: run_states(library, rng),
+        *(functools.partial(run_plain, library, rng, *one) for one in RUNS),
+        *(functools.partial(run_ragged, library, rng, *one) for one in RAGGED),
+    ]
     ran: set[str] = set()
-    for dtype, lengths, options, num_splits, offset in RUNS:
-        inputs = random_inputs(rng, dtype, **(HEADS | lengths))
-        arrays = {n: upload(library, x, offset * (n in INPUTS)) for n, x in inputs.items()}
-        with plan.override(num_splits=num_splits):
-            ran |= {kernel.kernel for kernel in forward_plan(arrays, options).kernels}
-            for strategy in ("fused", "separate")[dtype == "float32" :]:
-                chosen = backward_plan(arrays, options, INPUTS, strategy=strategy)
-                ran |= {kernel.kernel for kernel in chosen.kernels}
-                results = run(library, arrays, options, strategy=strategy, into=True)
-                for name, values in results.items():
-                    finite = np.isfinite(values.astype(np.float32))
-                    # A row without keys has a log-sum-exp of -inf.
-                    assert finite.all() or name.startswith("lse"), name
+    for job in jobs[part::num_parts]:
+        ran |= job()
         cupy.cuda.Device().synchronize()
-        print(f"ran {dtype} {lengths} {options} splits {num_splits} offset {offset}", flush=True)
-    ran |= run_states(library, rng)
-    ran |= run_ragged(library, rng)
-    cupy.cuda.Device().synchronize()
-    missing = {path.stem for path in jit.source_directory().glob("*.cu")} - ran
-    assert not missing, f"never launched: {sorted(missing)}"
-    print("every kernel ran", flush=True)
+    if num_parts == 1:
+        missing = {path.stem for path in jit.source_directory().glob("*.cu")} - ran
+        assert not missing, f"never launched: {sorted(missing)}"
+        print("every kernel ran", flush=True)
+    else:
+        print(f"part {part} of {num_parts} ran", flush=True)
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--all-lanes", action="store_true")
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), metavar=("K", "N"))
+    chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        if "--all-lanes" in sys.argv:
+        if chosen.all_lanes:
             let_all_lanes_arrive(Path(place))
-        main()
+        main(*chosen.part)
