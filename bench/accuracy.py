@@ -91,6 +91,11 @@ class Problem:
         return [*self.cases[0].workload.lengths] or [self.cell.length]
 
 
+def has_peers(cell: Cell) -> bool:
+    """No peer has a bound of the logits, and Triton multiplies float32 in tf32."""
+    return cell.softcap is None and cell.dtype != "float32"
+
+
 def workload_of(cell: Cell) -> Workload:
     """Shapes and dtype of a cell."""
     lengths, dims = (cell.length,) * 2, (cell.head_dim,) * 2
@@ -118,7 +123,11 @@ def run(cells: Sequence[Cell], peer_names: Sequence[str], say: Say) -> Report:
     settings = [replace(shape, setting=setting) for shape in shapes for setting in (1, 2)]
     ours.compile_ahead(settings, ("auto", "separate"))
     if "triton" in peer_names:
-        _compile_triton([shape for shape in shapes if shape.softcap is None])
+        _compile_triton(
+            shape
+            for cell, shape in zip(cells, map(workload_of, cells), strict=True)
+            if has_peers(cell)
+        )
     rows: list[Row] = []
     for cell in cells:
         say(f"accuracy: {cell.label}")
@@ -155,9 +164,7 @@ def rows_of(problem: Problem, peer_names: Sequence[str]) -> list[Row]:
         DETERMINISTIC: lambda: _ours(problem, "separate"),
         TEXTBOOK: lambda: (baseline, ""),
     }
-    # No peer has a bound of the logits, and Triton multiplies float32 in tf32.
-    has_peers = problem.cell.softcap is None and problem.cell.dtype != "float32"
-    for name in peer_names if has_peers else ():
+    for name in peer_names if has_peers(problem.cell) else ():
         makers[name] = lambda name=name: _peer(problem, name)
     rows = []
     for name, make in makers.items():

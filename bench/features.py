@@ -30,7 +30,7 @@ ROUNDS, ROUNDS_QUICK = 7, 2
 PLAIN = "no mask"
 NUM_PARTS = 4
 FACTOR, FACTOR_FLOAT32 = 2.0, 4.0
-ENTROPIES = ("entropy", "cross_entropy")
+LSES, ENTROPIES = ("lse1", "lse2"), ("entropy", "cross_entropy")
 COLUMNS = (
     Column("case", "feature"),
     Column("status", "status"),
@@ -145,7 +145,7 @@ class Problem:
         if self.feature.kind == "given":
             # Of teachers whose softmax covers more than these keys.
             state = self.forward()
-            self.given = {name: getattr(state, name) + 0.5 for name in ("lse1", "lse2")}
+            self.given = {name: getattr(state, name) + 0.5 for name in LSES}
 
     @property
     def scales(self) -> tuple[float, float]:
@@ -183,21 +183,18 @@ class Problem:
         if self.feature.kind == "merged":
             return skl.merge_states(
                 *(
-                    skl.attention_kl(*self._arranged(part), **self._call_options, return_state=True)
+                    skl.attention_kl(*self._arranged(part), **self.options, return_state=True)
                     for part in self.parts()
                 )
             )
         arranged = self._arranged(self.inputs)
-        options = self._call_options | self.given
-        if options.get("return_entropy"):
-            return skl.attention_kl(*arranged, **options)
-        return skl.attention_kl(*arranged, **options, return_state=True)
+        options = {"return_state": True} | self.options | self.given
+        return skl.attention_kl(*arranged, **options)
 
     def backward(self, state: Any, wrt: tuple[str, ...], **choices: Any) -> tuple[Any, ...]:
         """Gradients in the layout of the call."""
-        options = {n: x for n, x in self._call_options.items() if n != "return_entropy"}
+        options = {n: x for n, x in self.options.items() if n != "return_entropy"}
         dkl = self.dkl if self.feature.kind == "packed" else self.dkl[None]
-        state = getattr(state, "state", state)
         inputs = next(self.parts()) if self.feature.kind == "merged" else self.inputs
         gradients = skl.attention_kl_backward(
             dkl, *self._arranged(inputs), state, wrt=wrt, **options, **choices
@@ -237,17 +234,10 @@ class Problem:
             return {n: x.transpose(0, 1) if x.ndim == 3 else x for n, x in found.items()}
         return {name: x[0] for name, x in found.items()}
 
-    @property
-    def _call_options(self) -> dict[str, Any]:
-        return dict(self.options)
-
     def _arranged(self, inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         if self.feature.kind == "packed":
             return [inputs[name].transpose(0, 1).contiguous() for name in INPUTS]
         return [inputs[name][None] for name in INPUTS]
-
-
-LSES = ("lse1", "lse2")
 
 
 def errors_of(feature: Feature, device: torch.device) -> Row:
