@@ -71,6 +71,7 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     int stage = 0;
     QueryTile tile = block.first_tile();
     do {  // once, but for fp32, whose sums are stored in parts
+        int num_summed = 0;
         SKL_NO_UNROLL
         for (; !block.is_past(tile); tile = block.next(tile)) {
             const int first_query = tile.first_query;
@@ -128,7 +129,7 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
                 }
             }
             stage = stage + 1 == kNumStages ? 0 : stage + 1;
-            if (is_same<Element, fp32> && (first_query + kBlockQ) % kSummedCols == 0) {
+            if (is_same<Element, fp32> && ++num_summed == kSummedCols / kBlockQ) {
                 tile = block.next(tile);
                 break;
             }

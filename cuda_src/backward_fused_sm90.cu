@@ -3,26 +3,28 @@
 //
 //   dk_t,j = scale_t sum_i dkl_i ds_t,ij q_t,i     dq_t,i = scale_t dkl_i sum_j ds_t,ij k_t,j
 //
-// with t = kSide and ds as in gradient.cuh. Blocks add their parts of dQ to a float32 scratch in no
-// fixed order, so the last bits of dQ differ from run to run; backward_finish scales and rounds it.
-// dK has a fixed order. Without kHasDk only dQ is made.
+// with t = kSide and ds as in gradient.cuh. Blocks add their parts of dQ to a float32 scratch;
+// backward_finish scales and rounds it. Ordered, they do so one after the other in the order of
+// their launch, and the bits are the same in every run; else the last bits of dQ differ. dK has a
+// fixed order either way. Without kHasDk only dQ is made.
 //
 // Grid: one block per (batch, key head of side t, block of 64 kNumConsumers keys). Warpgroup 0
-// produces: one lane asks the copy engine for tiles. Warpgroup 1 sums dQ. Each further warpgroup
-// consumes: it owns 64 keys. Nothing of dQ lies on the consumers' way.
+// produces: one lane asks the copy engine for tiles; ordered, two more warps wait for the blocks
+// before and count this one. Warpgroup 1 sums dQ. Each further warpgroup consumes: it owns 64 keys.
+// Nothing of dQ lies on the consumers' way.
 //
 //   1. K1 and K2 are fetched, and the first kRegisterSteps steps of both come to the consumers'
 //   registers. A group of heads may share K_t and not the other: that one is exchanged on the way.
 //   2. Tiles of 64 queries, Q1 and Q2 with their row statistics, run through a ring of kNumStages
 //   buffers, head after head. Blocks of one head start at different tiles, or all would add to the
-//   same rows of dQ at once.
+//   same rows of dQ at once; ordered ones follow each other.
 //   3. S1^T = K1 Q1^T and S2^T = K2 Q2^T of the next tile are multiplied together with
 //   4. dK += dS^T Q_t of the last one, whose left operand never leaves the registers.
 //   5. dS^T of the last tile goes to one of kNumBuffers buffers for the warpgroup of dQ.
 //   6. The logits become dkl dS^T, zero where a query may not see the key. The consumers take turns
 //   at it: the matrix units work for one while the special function units work for the other.
 //   7. The warpgroup of dQ multiplies dQ = dS K_t, 64 columns at a time, and adds them to the
-//   scratch.
+//   scratch; ordered, once all blocks before have.
 //   8. dK is scaled by scale_t and written.
 #include "fragment.cuh"
 #include "gradient.cuh"
@@ -40,7 +42,7 @@
 #include "warpgroup.cuh"
 
 template <class Element_, int kSide_, int kHeadDim1_, int kHeadDim2_, int kNumConsumers_,
-          int kNumStages_, int kNumBuffers_, int kRegisterSteps, Mask kMask_>
+          int kNumStages_, int kNumBuffers_, int kRegisterSteps, bool kIsOrdered_, Mask kMask_>
 struct FusedTraits {
     using Element = Element_;
     static constexpr int kSide = kSide_, kHeadDim1 = kHeadDim1_, kHeadDim2 = kHeadDim2_;
@@ -48,7 +50,9 @@ struct FusedTraits {
                          kNumBuffers = kNumBuffers_;
     static constexpr int kHeadDim = kSide == 1 ? kHeadDim1 : kHeadDim2;
     static constexpr int kBlockQ = 64, kBlockK = 64 * kNumConsumers;
-    using Walk = StaggeredWalk<kSide, kBlockK, kBlockQ>;
+    static constexpr bool kIsOrdered = kIsOrdered_;
+    using Walk = typename Choose<kIsOrdered, OrderedWalk<kSide, kBlockK, kBlockQ>,
+                                 StaggeredWalk<kSide, kBlockK, kBlockQ>>::Type;
     static constexpr Mask kMask = kMask_;
     using Range = KeyRange<kMask>;
 
@@ -70,8 +74,9 @@ struct FusedTraits {
     static constexpr int kGradientBytes = kBlockK * kBlockQ * 2;
     // A warp's buffers for 16 rows and 32 columns of dQ on their way to the copy engine. Of wide
     // heads they go straight from registers to the scratch: there the traffic of shared memory is
-    // what limits the kernel, of narrow ones the instructions.
-    static constexpr bool kIsStaged = kHeadDim <= 64;
+    // what limits the kernel, of narrow ones the instructions. Ordered, too: the copy engine would
+    // have to be waited for.
+    static constexpr bool kIsStaged = kHeadDim <= 64 && !kIsOrdered;
     static constexpr int kNumSums = kIsStaged ? 3 : 0, kSumBytes = 16 * 32 * 4;
     static constexpr int kSumOffset = kGradientOffset + kNumBuffers * kGradientBytes;
     static constexpr int kRingBarriers = kSumOffset + 4 * kNumSums * kSumBytes;
@@ -84,6 +89,8 @@ struct FusedTraits {
 
     // Barrier 0 is that of __syncthreads; the consumers' follow.
     static constexpr int kSumBarrier = 1, kConsumerBarrier = 2, kTurnBarrier = 4;
+    // Of the warpgroup of dQ and the warp that waits for the blocks before or counts this one.
+    static constexpr int kMayAddBarrier = 6, kAddedBarrier = 7, kAddThreads = 128 + 32;
     static constexpr bool kHasFactors = kNeedsRunningFactor<Element, kSide>;
 
     // Columns of dQ that are multiplied at a time.
@@ -308,6 +315,48 @@ SKL_DEVICE void multiply_dq_scrubbed(float (&dq)[2][8], uint32 sGradient, uint32
     }
 }
 
+// Calls visit(where it stands how many blocks have added to a tile, how many add before this one)
+// for tile after tile of the block.
+template <class Traits, class Visit>
+SKL_DEVICE void visit_counts(const BackwardParams& params, Visit&& visit) {
+    const auto walk = walk_of_block<Traits>(params);
+    const auto& range = range_of_block<Traits>(params);
+    const int tiles_per_head = ceil_div(range.num_queries, Traits::kBlockQ);
+    uint32* of_head =
+        params.dq_counts +
+        (static_cast<int64>(walk.batch_idx) * params.num_heads + walk.head_begin) * tiles_per_head;
+    SKL_NO_UNROLL
+    for (int head_idx = walk.head_begin; head_idx < walk.head_end; ++head_idx) {
+        int first_query = walk.start_query;
+        SKL_NO_UNROLL
+        for (int i = 0; i < walk.num_tiles; ++i, first_query = walk.next_query(first_query)) {
+            visit(of_head + first_query / Traits::kBlockQ, walk.num_before(range, first_query));
+        }
+        of_head += tiles_per_head;
+    }
+}
+
+// A warp each waits for the blocks before and counts this one: to memory that is a long way and
+// back, on which the warpgroup of dQ need not go.
+template <class Traits>
+SKL_DEVICE void await_blocks(const BackwardParams& params) {
+    visit_counts<Traits>(params, [](const uint32* count, uint32 num_before) {
+        while (load_acquire(count) != num_before) {
+        }
+        __syncwarp();
+        named_barrier_sync<Traits::kAddThreads>(Traits::kMayAddBarrier);
+    });
+}
+
+template <class Traits>
+SKL_DEVICE void count_block(const BackwardParams& params) {
+    visit_counts<Traits>(params, [](uint32* count, uint32) {
+        named_barrier_sync<Traits::kAddThreads>(Traits::kAddedBarrier);
+        if (lane_id() == 0) add_release(count, 1);
+        __syncwarp();
+    });
+}
+
 // 7. Of a warpgroup; broken marks the thread's broken keys, if there are any in the block.
 template <class Traits, bool kIsBroken>
 SKL_DEVICE void sum_tiles(const BackwardParams& params, const typename Traits::Walk& walk,
@@ -321,9 +370,8 @@ SKL_DEVICE void sum_tiles(const BackwardParams& params, const typename Traits::W
     Ring<Traits::kNumBuffers> gradients(base + Traits::kGradientBarriers);
     uint32 sum_offset = 0;
     const int row_tiles_per_head = ceil_div(range.num_queries, 16);
-    float* scratch = params.dq_scratch +
-                     (static_cast<int64>(walk.batch_idx) * params.num_heads + walk.head_begin) *
-                         row_tiles_per_head * (16 * Traits::kHeadDim);
+    // Row tiles are counted through all heads.
+    int first_row_tile = (walk.batch_idx * params.num_heads + walk.head_begin) * row_tiles_per_head;
     int tiles_left = (walk.head_end - walk.head_begin) * walk.num_tiles;
     int first_query = walk.start_query;
     SKL_NO_UNROLL
@@ -341,7 +389,8 @@ SKL_DEVICE void sum_tiles(const BackwardParams& params, const typename Traits::W
                                      first_query);
             named_barrier_sync<128>(Traits::kSumBarrier);
         }
-        const int row_tile = first_query / 16 + warp;
+        const bool has_rows = first_query / 16 + warp < row_tiles_per_head;
+        const int row_tile = first_row_tile + first_query / 16 + warp;
         SKL_NO_UNROLL
         for (int col = 0; col < Traits::kHeadDim; col += kCols) {
             float dq[2][kCols / 4];
@@ -356,11 +405,15 @@ SKL_DEVICE void sum_tiles(const BackwardParams& params, const typename Traits::W
                 __syncwarp();
                 gradients.consumer_release(lane);
             }
-            if (row_tile >= row_tiles_per_head) continue;
+            if (Traits::kIsOrdered && col == 0) {
+                named_barrier_sync<Traits::kAddThreads>(Traits::kMayAddBarrier);
+            }
+            if (!has_rows) continue;
             SKL_UNROLL
             for (int half = 0; half < kCols / 32; ++half) {
                 if (col + 32 * half >= Traits::kHeadDim) break;
-                float* gSum = scratch + row_tile * static_cast<int64>(16 * Traits::kHeadDim) +
+                float* gSum = params.dq_scratch +
+                              row_tile * static_cast<int64>(16 * Traits::kHeadDim) +
                               16 * (col + 32 * half);
                 const uint32 sSum = sSums + sum_offset;
                 if constexpr (Traits::kIsStaged) {
@@ -387,11 +440,12 @@ SKL_DEVICE void sum_tiles(const BackwardParams& params, const typename Traits::W
                 }
             }
         }
+        if constexpr (Traits::kIsOrdered) {
+            named_barrier_sync<Traits::kAddThreads>(Traits::kAddedBarrier);
+        }
         gradients.advance();
         first_query = walk.next_query(first_query);
-        if (first_query == walk.start_query) {
-            scratch += static_cast<int64>(row_tiles_per_head) * (16 * Traits::kHeadDim);
-        }
+        if (first_query == walk.start_query) first_row_tile += row_tiles_per_head;
     }
     if (Traits::kIsStaged && lane == 0) bulk_wait();
 }
@@ -579,12 +633,13 @@ SKL_DEVICE void consume(const BackwardParams& params, const unsigned char* smem,
 }
 
 template <class Element, int kSide, int kHeadDim1, int kHeadDim2, int kNumConsumers, int kNumStages,
-          int kNumBuffers, int kRegisterSteps, bool kHasDk, Mask kMask, bool kHasSoftcap>
+          int kNumBuffers, int kRegisterSteps, bool kHasDk, bool kIsOrdered, Mask kMask,
+          bool kHasSoftcap>
 __global__ void __launch_bounds__(128 * (kNumConsumers + 2), 1)
     backward_fused_sm90(const __grid_constant__ InputMaps maps,
                         const __grid_constant__ BackwardParams params) {
     using Traits = FusedTraits<Element, kSide, kHeadDim1, kHeadDim2, kNumConsumers, kNumStages,
-                               kNumBuffers, kRegisterSteps, kMask>;
+                               kNumBuffers, kRegisterSteps, kIsOrdered, kMask>;
     extern __shared__ __align__(1024) unsigned char smem[];
     const uint32 base = shared_address(smem);
     if (threadIdx.x == 0) {
@@ -600,6 +655,10 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 2), 1)
     if (warpgroup == 0) {
         give_registers<Traits::kProducerRegisters>();
         if (warp_id() == 0) produce<Traits>(maps, params, base);
+        if constexpr (kIsOrdered) {
+            if (warp_id() == 1) await_blocks<Traits>(params);
+            if (warp_id() == 2) count_block<Traits>(params);
+        }
     } else if (warpgroup == 1) {
         give_registers<Traits::kSumRegisters>();
         sum_dq<Traits>(params, smem, base);

@@ -26,15 +26,15 @@ enum Mask { kPlain, kWindow, kRagged };
 
 template <Mask kMask>
 struct KeyRange : KeyBounds {
-    static constexpr bool kIsWindow = kMask == kWindow, kIsRagged = false;
-    static constexpr bool kIsWindowed = kIsWindow;  // whether a query may not see the first key
+    static constexpr bool kIsRagged = false;
+    static constexpr bool kIsWindowed = kMask == kWindow;  // a query may not see the first key
     SKL_HOST_DEVICE explicit KeyRange(const KeyBounds& bounds) : KeyBounds(bounds) {}
 
     SKL_HOST_DEVICE int begin(int query_idx) const {
-        return kIsWindow ? clamped(query_idx - begin_lag, num_keys) : 0;
+        return kIsWindowed ? clamped(query_idx - begin_lag, num_keys) : 0;
     }
     SKL_HOST_DEVICE int end(int query_idx) const {
-        if (kIsWindow) return clamped(query_idx + 1 - end_lag, num_keys);
+        if (kIsWindowed) return clamped(query_idx + 1 - end_lag, num_keys);
         if (!is_causal) return num_keys;
         return max_of(0, min_of(num_keys, query_idx + 1 + num_keys - num_queries));
     }
@@ -50,13 +50,13 @@ struct KeyRange : KeyBounds {
     // Whether any of the queries [first, last] sees no key: those that end before the first key are
     // the first ones, those that begin behind the last key the last.
     SKL_HOST_DEVICE bool has_empty(int first, int last) const {
-        if (kIsWindow && begin(min_of(last, num_queries - 1)) >= num_keys) return true;
+        if (kIsWindowed && begin(min_of(last, num_queries - 1)) >= num_keys) return true;
         return end(first) <= 0;
     }
 
     // The queries that see at least one of the keys [first, last], clipped to those that exist.
     SKL_HOST_DEVICE Interval queries_of(int first, int last) const {
-        if (kIsWindow) {
+        if (kIsWindowed) {
             return {clamped(first + end_lag, num_queries),
                     clamped(min_of(last, num_keys - 1) + 1 + begin_lag, num_queries)};
         }

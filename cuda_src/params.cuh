@@ -56,6 +56,7 @@ struct BackwardParams {
     void *dq, *dk;  // of the side that gets gradients
     RowsRef dq_rows, dk_rows;
     float* dq_scratch;  // fused only: [B H][row tiles of 16][head dim / 8][32 lanes][4]
+    uint32* dq_counts;  // ordered only: [B H][tiles of 64 queries], the blocks that have added
     KeyBounds range;
     int num_heads, group1, group2;
     int head_dim1, head_dim2;
@@ -64,6 +65,7 @@ struct BackwardParams {
     float gradient_scale;  // scale_t of the side that gets gradients
     KeyTable table;        // null unless the mask is ragged
     float tanh_scale1, tanh_scale2;  // as in ForwardParams
+    int64 num_interleaved;           // ordered only: key heads that alternate in the launch
 };
 
 // Of the kernels that give gradients of both sides; what is no side's own stands in each.

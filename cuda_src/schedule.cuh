@@ -127,12 +127,16 @@ struct QueryWalk {
 
     template <class Range>
     SKL_HOST_DEVICE void start(const BackwardParams& params, const Range& range, uint32 block_idx) {
+        start(params, range, block_idx / params.num_blocks, block_idx % params.num_blocks);
+    }
+    template <class Range>
+    SKL_HOST_DEVICE void start(const BackwardParams& params, const Range& range,
+                               int key_head_of_batch, int block_of_head) {
         const int group = kSide == 1 ? params.group1 : params.group2;
         const int num_key_heads = params.num_heads / group;
-        const int key_head_of_batch = block_idx / params.num_blocks;
         batch_idx = key_head_of_batch / num_key_heads;
         key_head_idx = key_head_of_batch % num_key_heads;
-        first_key = block_idx % params.num_blocks * kBlockRows;
+        first_key = block_of_head * kBlockRows;
         const Interval queries = range.queries_of(first_key, first_key + kBlockRows - 1);
         // Tiles of a ragged batch begin at any tile of the scratch of dQ.
         constexpr int kStep = Range::kIsRagged ? 16 : kBlockQ;
@@ -158,22 +162,20 @@ struct QueryWalk {
     }
 };
 
-// The same walk for blocks that run side by side and add to the same rows of dQ: each begins at a
-// tile of its own and goes round. Heads whose keys of both sides are the same form a run.
+// The same walk, round and round, for blocks that add to the same rows of dQ. Heads whose keys of
+// both sides are the same form a run.
 template <int kSide, int kBlockRows, int kBlockQ>
-struct StaggeredWalk : QueryWalk<kSide, kBlockRows, kBlockQ> {
+struct RunWalk : QueryWalk<kSide, kBlockRows, kBlockQ> {
     using Walk = QueryWalk<kSide, kBlockRows, kBlockQ>;
     using Walk::head_begin, Walk::head_end, Walk::query_begin, Walk::query_end;
     int num_tiles;  // of a head
     int start_query, heads_per_key;
 
     template <class Range>
-    SKL_HOST_DEVICE void start(const BackwardParams& params, const Range& range, uint32 block_idx) {
-        Walk::start(params, range, block_idx);
+    SKL_HOST_DEVICE void start(const BackwardParams& params, const Range& range,
+                               int key_head_of_batch, int block_of_head) {
+        Walk::start(params, range, key_head_of_batch, block_of_head);
         num_tiles = ceil_div(query_end - query_begin, kBlockQ);
-        const int64 block_of_head = block_idx % params.num_blocks;
-        start_query =
-            query_begin + static_cast<int>(block_of_head * num_tiles / params.num_blocks) * kBlockQ;
         heads_per_key = kSide == 1 ? params.group2 : params.group1;  // of the other side
     }
     SKL_HOST_DEVICE int run_of(int head_idx) const {
@@ -182,9 +184,52 @@ struct StaggeredWalk : QueryWalk<kSide, kBlockRows, kBlockQ> {
     SKL_HOST_DEVICE int end_of_run(int head_idx) const {
         return min_of(head_end, head_idx - head_idx % heads_per_key + heads_per_key);
     }
+};
+
+// In any order: blocks that run side by side begin at tiles of their own.
+template <int kSide, int kBlockRows, int kBlockQ>
+struct StaggeredWalk : RunWalk<kSide, kBlockRows, kBlockQ> {
+    using Walk = RunWalk<kSide, kBlockRows, kBlockQ>;
+    using Walk::num_tiles, Walk::query_begin, Walk::query_end, Walk::start_query;
+
+    template <class Range>
+    SKL_HOST_DEVICE void start(const BackwardParams& params, const Range& range, uint32 block_idx) {
+        const int64 block_of_head = block_idx % params.num_blocks;
+        Walk::start(params, range, block_idx / params.num_blocks, block_of_head);
+        start_query =
+            query_begin + static_cast<int>(block_of_head * num_tiles / params.num_blocks) * kBlockQ;
+    }
     SKL_HOST_DEVICE int next_query(int first_query) const {
         first_query += kBlockQ;
         return first_query < query_end ? first_query : query_begin;
+    }
+};
+
+// Blocks add to a tile in the order of their launch, so that none waits for one that may not run
+// yet. They go from the last tile to the first: with a causal mask the last is that of all blocks.
+// num_interleaved key heads alternate in the launch, or all that run would wait for each other.
+template <int kSide, int kBlockRows, int kBlockQ>
+struct OrderedWalk : RunWalk<kSide, kBlockRows, kBlockQ> {
+    using Walk = RunWalk<kSide, kBlockRows, kBlockQ>;
+    using Walk::num_tiles, Walk::query_begin, Walk::start_query, Walk::first_key;
+
+    template <class Range>
+    SKL_HOST_DEVICE void start(const BackwardParams& params, const Range& range, uint32 block_idx) {
+        const uint32 num_heads = static_cast<uint32>(params.num_interleaved);
+        const uint32 round = block_idx / num_heads;
+        const uint32 first_head = round / params.num_blocks * num_heads;
+        Walk::start(params, range, first_head + block_idx % num_heads, round % params.num_blocks);
+        start_query = last_tile();
+    }
+    SKL_HOST_DEVICE int last_tile() const { return query_begin + (num_tiles - 1) * kBlockQ; }
+    SKL_HOST_DEVICE int next_query(int first_query) const {
+        return first_query > query_begin ? first_query - kBlockQ : last_tile();
+    }
+    // How many blocks add to a tile before this one.
+    template <class Range>
+    SKL_HOST_DEVICE int num_before(const Range& range, int first_query) const {
+        static_assert(!Range::kIsRagged, "their tiles may overlap");
+        return first_key / kBlockRows - range.begin(first_query) / kBlockRows;
     }
 };
 

@@ -86,7 +86,7 @@ BACKWARD_PARAMS = struct.Struct(
     + "Q"
     + "QQ"
     + _ROWS * 2
-    + "Q"
+    + "QQ"
     + _RANGE
     + "iii"
     + "ii"
@@ -95,6 +95,7 @@ BACKWARD_PARAMS = struct.Struct(
     + "f"
     + _TABLE
     + "ff"
+    + "q"
 )
 # Those of side 1, then those of side 2.
 BOTH_PARAMS = struct.Struct(BACKWARD_PARAMS.format + BACKWARD_PARAMS.format[1:])
@@ -276,14 +277,17 @@ def backward(plan: BackwardPlan, problem: Problem, dkl: Strides, device_index: i
             steps.append(Kernel(side.prepare, params))
         if side.fused is not None:
             steps.append(Clear(scratch, side.scratch_bytes))
+        counts: Address | int = 0
+        if side.counts_offset is not None:
+            counts = Address("workspace", plan.scratch_offset + side.counts_offset)
         for kernel, num_blocks in (
             (side.fused, side.key_blocks),
             (side.dq, side.dq_blocks),
             (side.dk, side.key_blocks),
         ):
             if kernel is not None:
-                place = scratch if kernel is side.fused else 0
-                fields = backward_params(side, place, num_blocks)
+                places = (scratch, counts) if kernel is side.fused else (0, 0)
+                fields = backward_params(side, places, num_blocks)
                 params = Params(BACKWARD_PARAMS, fields)
                 maps = _maps(problem, kernel, side.heads_per_tile)
                 steps.append(Kernel(kernel, params, maps))
@@ -297,8 +301,8 @@ def backward(plan: BackwardPlan, problem: Problem, dkl: Strides, device_index: i
         ):
             if kernel is not None:
                 fields = (
-                    *backward_params(side1, 0, num_blocks),
-                    *backward_params(side2, 0, num_blocks),
+                    *backward_params(side1, (0, 0), num_blocks),
+                    *backward_params(side2, (0, 0), num_blocks),
                 )
                 steps.append(Kernel(kernel, Params(BOTH_PARAMS, fields), _maps(problem, kernel)))
     return Chain(plan.arch, device_index, steps)
@@ -377,7 +381,7 @@ def _backward_params(
     max_dkl: Address | int,
     table_offset: int,
     side: SidePlan,
-    scratch: Address | int,
+    scratch_and_counts: tuple[Address | int, Address | int],
     num_blocks: int,
 ) -> tuple[int | float | Address, ...]:
     dq, dk = f"q{side.side}", f"k{side.side}"
@@ -391,7 +395,7 @@ def _backward_params(
         Address("d" + dk),
         *_strides(gradient_strides(problem, dq)),
         *_strides(gradient_strides(problem, dk)),
-        scratch,
+        *scratch_and_counts,
         *_key_bounds(problem),
         problem.num_heads,
         problem.group1,
@@ -403,6 +407,7 @@ def _backward_params(
         problem.scale1 if side.side == 1 else problem.scale2,
         *_table(problem, table_offset, has_keys=True),
         *_tanh_scales(problem),
+        side.num_interleaved,
     )
 
 

@@ -36,3 +36,15 @@ SKL_DEVICE void reduce_add_global(float* address, float a, float b, float c, flo
     asm volatile("red.global.add.f32 [%0], %1;" ::"l"(address + 3), "f"(d) : "memory");
 #endif
 }
+
+// A count that others wait for. Whoever reads what was added sees all that this thread, and those
+// that it has waited for, wrote before.
+SKL_DEVICE void add_release(uint32* address, uint32 value) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+SKL_DEVICE uint32 load_acquire(const uint32* address) {
+    uint32 value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}

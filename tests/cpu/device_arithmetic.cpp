@@ -423,17 +423,23 @@ int visit_keys(const BackwardParams& params, const Range& range, int num_batches
     return num_wrong;
 }
 
-// A block of backward_fused_sm90, run after run of heads that share the keys of both sides.
-template <int kSide, class Range>
-int visit_keys_staggered(const BackwardParams& params, const Range& range, int num_batches,
+// The blocks of backward_fused_sm90, run after run of heads that share the keys of both sides. If
+// they are ordered, as many have to have been at a tile before as a block waits for.
+template <int kSide, bool kIsOrdered, class Range>
+int visit_keys_in_rounds(const BackwardParams& params, const Range& range, int num_batches,
                          int* counts) {
     constexpr int kBlockRows = 128, kBlockQ = 64;
+    using Walk = typename Choose<kIsOrdered, OrderedWalk<kSide, kBlockRows, kBlockQ>,
+                                 StaggeredWalk<kSide, kBlockRows, kBlockQ>>::Type;
+    const int tiles_per_head = ceil_div(range.num_queries, kBlockQ);
+    std::vector<int> num_added(static_cast<size_t>(num_batches) * params.num_heads *
+                               tiles_per_head);
     const int group = kSide == 1 ? params.group1 : params.group2;
     const int other_group = kSide == 1 ? params.group2 : params.group1;
     int num_wrong = 0;
     const int num_blocks = num_batches * (params.num_heads / group) * params.num_blocks;
     for (int block_idx = 0; block_idx < num_blocks; ++block_idx) {
-        StaggeredWalk<kSide, kBlockRows, kBlockQ> walk;
+        Walk walk;
         walk.start(params, range, block_idx);
         int num_runs = 0;
         for (int head_idx = walk.head_begin; head_idx < walk.head_end;
@@ -454,6 +460,10 @@ int visit_keys_staggered(const BackwardParams& params, const Range& range, int n
                 visit_keys_of_tile<kBlockRows, kBlockQ>(visits, range, walk.first_key, first_query,
                                                         64, kBlockQ);
                 num_wrong += visits.num_wrong;
+                if constexpr (kIsOrdered) {
+                    int& added = num_added[head_of_batch * tiles_per_head + first_query / kBlockQ];
+                    if (walk.num_before(range, first_query) != added++) ++num_wrong;
+                }
                 first_query = walk.next_query(first_query);
             }
         }
@@ -584,18 +594,28 @@ extern "C" int count_backward(const KeyBounds* bounds, int mask, int side, int n
     });
 }
 
-// The same for backward_fused_sm90; also counts tiles out of place.
-extern "C" int count_backward_staggered(const KeyBounds* bounds, int mask, int side,
+// The same for backward_fused_sm90; also counts tiles out of place. Ordered, unless no heads
+// alternate.
+extern "C" int count_backward_in_rounds(const KeyBounds* bounds, int mask, int side,
                                         int num_batches, int num_heads, int group1, int group2,
-                                        int* counts) {
+                                        int num_interleaved, int* counts) {
     BackwardParams params{};
+    params.num_interleaved = num_interleaved;
     params.num_heads = num_heads;
     params.group1 = group1;
     params.group2 = group2;
     params.num_blocks = ceil_div(bounds->num_keys, 128);
     return with_range(*bounds, mask, [&](const auto& range) {
-        return side == 1 ? visit_keys_staggered<1>(params, range, num_batches, counts)
-                         : visit_keys_staggered<2>(params, range, num_batches, counts);
+        using Range = std::decay_t<decltype(range)>;
+        if (num_interleaved == 0) {
+            return side == 1 ? visit_keys_in_rounds<1, false>(params, range, num_batches, counts)
+                             : visit_keys_in_rounds<2, false>(params, range, num_batches, counts);
+        }
+        if constexpr (!Range::kIsRagged) {
+            return side == 1 ? visit_keys_in_rounds<1, true>(params, range, num_batches, counts)
+                             : visit_keys_in_rounds<2, true>(params, range, num_batches, counts);
+        }
+        return -1;
     });
 }
 

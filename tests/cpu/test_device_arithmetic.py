@@ -809,9 +809,9 @@ def test_gradients_of_bounded_logits(
     last = fractions[1] if side == 2 else log2[2] - fractions[1] + fractions[0]
     row = np.array([exponents[0], fractions[0], exponents[1], last], np.float32)
     factors = [bound if t == side else scale for t in (1, 2)]
-    # Of the parameters only the scales to base 2 are read, which five fields follow.
+    # Of the parameters only the scales to base 2 are read, which six fields follow.
     fields = [0] * (len(launch.BACKWARD_PARAMS.format) - 1)
-    fields[-7:-5] = [launch.LOG2_E * factor for factor in factors]
+    fields[-8:-6] = [launch.LOG2_E * factor for factor in factors]
     params = np.frombuffer(launch.BACKWARD_PARAMS.pack(*fields), np.uint8)
     ds, weighted = np.empty(num_keys, np.float32), np.empty(num_keys, np.float32)
     library.product_gradients(
@@ -1165,10 +1165,12 @@ def test_key_stationary_blocks_visit_each_pair_once(
     side=st.sampled_from((1, 2)),
     groups=st.sampled_from(((1, 1, 1), (6, 3, 2), (6, 2, 6), (4, 4, 1), (6, 6, 3))),
 )
+@pytest.mark.parametrize("most", [0, 1, 2, 4], ids=lambda most: f"heads-by-{most}")
 @example(num_queries=0, num_keys=70, mask=FULL, side=2, groups=(6, 2, 3))
 @example(num_queries=70, num_keys=0, mask=CAUSAL, side=1, groups=(6, 2, 3))
 def test_blocks_that_go_round_visit_each_pair_once(
     library: ctypes.CDLL,
+    most: int,
     num_queries: int,
     num_keys: int,
     mask: Mask,
@@ -1176,14 +1178,18 @@ def test_blocks_that_go_round_visit_each_pair_once(
     groups: tuple[int, int, int],
 ) -> None:
     num_batches, (num_heads, group1, group2) = 2, groups
+    key_heads = num_batches * num_heads // (group1 if side == 1 else group2)
+    # Blocks in any order, or in a fixed one in which so many heads alternate.
+    num_interleaved = most and max(n for n in range(1, most + 1) if key_heads % n == 0)
     counts = np.zeros((num_batches, num_heads, num_queries, num_keys), np.int32)
-    num_wrong = library.count_backward_staggered(
+    num_wrong = library.count_backward_in_rounds(
         *mask.bounds(num_queries, num_keys),
         side,
         num_batches,
         num_heads,
         group1,
         group2,
+        num_interleaved,
         pointer(counts),
     )
     assert num_wrong == 0
@@ -1404,7 +1410,7 @@ def test_key_stationary_blocks_of_ragged_batches(
     counts = np.zeros((1, groups[0], *sizes), np.int32)
     arguments = (*bounds, side, 1, *groups)
     if tile is None:
-        num_wrong = library.count_backward_staggered(*arguments, pointer(counts))
+        num_wrong = library.count_backward_in_rounds(*arguments, 0, pointer(counts))
     else:
         num_wrong = library.count_backward(*arguments, *tile, pointer(counts))
     assert num_wrong == 0

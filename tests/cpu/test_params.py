@@ -374,6 +374,8 @@ def test_backward_packs_each_value_in_its_field(driver: Driver, dtype: str, stra
             **rows("dq_rows", gradient_strides(problem, dq)),
             **rows("dk_rows", gradient_strides(problem, dk)),
             "dq_scratch": 0,
+            "dq_counts": 0,
+            "num_interleaved": 1,
             "gradient_scale": pytest.approx(0.11 if side.side == 1 else -0.23, rel=1e-7),
         }
         if strategy == "fused":
@@ -448,6 +450,8 @@ def test_one_pass_for_both_sides_has_the_parameters_of_both(driver: Driver, dtyp
                 **rows("dq_rows", gradient_strides(problem, dq)),
                 **rows("dk_rows", gradient_strides(problem, dk)),
                 "dq_scratch": 0,
+                "dq_counts": 0,
+                "num_interleaved": 1,
                 "num_blocks": num_blocks,
                 "gradient_scale": pytest.approx(0.11 if side == 1 else -0.23, rel=1e-7),
             }
@@ -461,6 +465,22 @@ def test_one_pass_for_both_sides_has_the_parameters_of_both(driver: Driver, dtyp
             (POINTERS["q2"], box_q),
             (POINTERS["k2"], box_k),
         ]
+
+
+def test_ordered_sums_have_counts_behind_the_scratch(driver: Driver) -> None:
+    problem = dataclasses.replace(distinct_problem("bfloat16"), aligned=True)
+    with plan.override(strategy="fused"):
+        chosen = plan.backward(problem, CARD, ("q2", "k2"), deterministic=True)
+    launch.backward(chosen, problem, DKL, 0).launch(POINTERS, WORKSPACE, 0)
+    _, cleared, fused, _ = driver.seen
+    (side,), scratch = chosen.sides, WORKSPACE + chosen.scratch_offset
+    assert side.counts_offset == 4 * 2 * 12 * 704 * 64
+    assert side.scratch_bytes == side.counts_offset + 4 * 2 * 12 * 11
+    assert cleared == Cleared(scratch, side.scratch_bytes, 0)
+    packed = values("BackwardParams", fused.params)
+    assert packed["dq_scratch"] == scratch
+    assert packed["dq_counts"] == scratch + side.counts_offset
+    assert packed["num_interleaved"] == side.num_interleaved == 6
 
 
 def test_hopper_backward_brings_its_maps(driver: Driver) -> None:

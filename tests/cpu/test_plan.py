@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from streamkl_cupy import jit, plan
 from streamkl_cupy.plan import BackwardPlan, BackwardTile, DeviceFacts, KernelPlan, PlanError
-from streamkl_cupy.problem import Problem, Strides
+from streamkl_cupy.problem import Problem, Ragged, Strides
 from tests import host_compiler
 
 CARDS = [plan.device_facts(arch) for arch in plan.TYPICAL_CARDS]
@@ -392,8 +392,12 @@ def test_backward(
             if kernel is not None:
                 assert side.key_blocks == ceil_div(problem.num_keys, stationary_rows(kernel))
                 assert kernel.grid == problem.batch * key_heads * side.key_blocks
-        if deterministic or strategy == "separate":
+        if strategy == "separate":
             assert side.fused is None
+        if side.fused is not None:
+            is_ordered = bool(arguments(side.fused).get("kIsOrdered", False))
+            assert is_ordered == deterministic == (side.counts_offset is not None)
+            assert side.strategy == ("ordered" if is_ordered else "fused")
         if strategy == "fused" and wants_dq and wants_dk and has_dq and has_dk:
             assert side.fused is not None
         if side.fused is None:
@@ -401,7 +405,12 @@ def test_backward(
         else:
             # Float32 sums of dQ: whole tiles of 16 rows, padded head dimension.
             heads, tiles = problem.batch * problem.num_heads, ceil_div(problem.num_queries, 16)
-            assert side.scratch_bytes == heads * tiles * 16 * plan.bucket(head_dim) * 4
+            sums = heads * tiles * 16 * plan.bucket(head_dim) * 4
+            if deterministic:  # and a count for each tile of queries
+                assert side.counts_offset == sums
+                sums += 4 * heads * ceil_div(problem.num_queries, 64)
+                assert key_heads * problem.batch % side.num_interleaved == 0
+            assert side.scratch_bytes == sums
             assert side.finish is not None
             assert side.finish.block == 256
             per_head = tiles * plan.bucket(head_dim) // 8 * 32
@@ -661,7 +670,7 @@ def test_candidates_of_the_backward(
     assert next(iter(found)) == plan.backward(problem, H200, wrt, deterministic=deterministic)
     fused = [chosen for chosen in found if any(side.fused for side in chosen.sides)]
     possible = not deterministic and 0 not in lengths and len(wrt) == 2
-    assert not deterministic or not fused
+    assert not deterministic or not fused  # by the portable kernels
     assert bool(fused) or not possible
     for chosen, choice in found.items():
         assert len(choice.backward_tiles) <= 1
@@ -1206,6 +1215,67 @@ def test_override_of_the_fused_tile() -> None:
     assert tuple(cut[name] for name in names) == dataclasses.astuple(tile)
 
 
+@pytest.mark.parametrize(
+    ("changes", "wrt", "is_ordered"),
+    [
+        ({}, ("q2", "k2"), True),
+        ({"causal": True, "softcap1": 9.0}, ("q1", "k1"), True),
+        ({"window": (300, 0)}, ("q2", "k2"), True),
+        ({"head_dim1": 256}, ("q2", "k2"), True),
+        ({"num_queries": 4096, "num_keys": 8192, "num_key_heads2": 1}, ("q2", "k2"), True),
+        # One gradient, a head dimension without a tile, blocks that cannot be counted.
+        ({}, ("q2",), False),
+        ({"head_dim2": 256}, ("q2", "k2"), False),
+        ({"ragged": Ragged(("kv_lens",))}, ("q2", "k2"), False),
+        # Blocks that would not fill the card, or would only wait for each other.
+        ({"num_keys": 1024, "num_key_heads2": 1}, ("q2", "k2"), False),
+        ({"num_queries": 64, "num_keys": 65536}, ("q2", "k2"), False),
+    ],
+    ids=str,
+)
+def test_a_fused_kernel_in_a_fixed_order(
+    changes: dict[str, Any], wrt: tuple[str, ...], is_ordered: bool
+) -> None:
+    heads = {"batch": 2, "num_heads": 8, "num_key_heads1": 8, "num_key_heads2": 8}
+    problem = hopper_problem(**{"num_keys": 2048} | heads | changes)
+    side = plan.backward(problem, HOPPER, wrt, deterministic=True).sides[0]
+    assert side.strategy == ("ordered" if is_ordered else "separate")
+    with plan.override(strategy="separate"):
+        assert plan.backward(problem, HOPPER, wrt, deterministic=True).sides[0].fused is None
+    with plan.override(strategy="fused"):
+        asked = plan.backward(problem, HOPPER, wrt, deterministic=True).sides[0].strategy
+    can_be = len(wrt) == 2 and problem.head_dim2 < 256 and problem.ragged is None
+    assert asked == ("ordered" if can_be else "separate")
+    for options in ({"force": plan.PORTABLE}, {"strategy": "separate"}):
+        other = plan.backward(problem, HOPPER, wrt, deterministic=True, **options)
+        assert other.sides[0].strategy == "separate"
+
+
+@given(
+    key_heads=st.integers(1, 300),
+    num_queries=st.integers(1, 100_000),
+    num_keys=st.integers(1, 300_000),
+    causal=st.booleans(),
+)
+def test_heads_that_alternate_divide_all(
+    key_heads: int, num_queries: int, num_keys: int, causal: bool
+) -> None:
+    problem = hopper_problem(
+        batch=1,
+        num_heads=key_heads,
+        num_key_heads1=key_heads,
+        num_key_heads2=key_heads,
+        num_queries=num_queries,
+        num_keys=num_keys,
+        causal=causal,
+    )
+    found = plan.interleaved(problem, 2, ceil_div(num_keys, 128), HOPPER)
+    assert key_heads % found == 0
+    # All that run at once of one head wait for each other: few, wherever there are heads enough.
+    if causal and key_heads % 8 == 0 and num_queries > 600:
+        assert HOPPER.num_sms // found <= 2 * plan.FEW_FOLLOWERS
+
+
 def fused_layout_source(kernels: Sequence[plan.Specialisation]) -> str:
     """C++ with the bytes of shared memory of each, and where its buffers begin."""
     kernel = (jit.source_directory() / "backward_fused_sm90.cu").read_text()
@@ -1226,7 +1296,7 @@ def fused_layout_source(kernels: Sequence[plan.Specialisation]) -> str:
     ]
     rows = []
     for name, template in kernels:
-        rendered = jit.render(name, (*template[:-3], template[-2]))
+        rendered = jit.render(name, (*template[:-4], *template[-3:-1]))
         rendered = rendered.replace(name, "FusedTraits")
         rows.append(
             f"{{{rendered}::kSmemBytes, {rendered}::kRingOffset, {rendered}::kStageBytes, "
@@ -1253,7 +1323,8 @@ def test_shared_memory_of_the_fused_kernel(tmp_path: Path) -> None:
         )
         tile = plan.BackwardWarpgroupTile(*map(int, values))
         planned = tile.shared_memory(
-            *(int(cut[f"k{key}"]) for key in ("HeadDim1", "HeadDim2", "Side"))
+            *(int(cut[f"k{key}"]) for key in ("HeadDim1", "HeadDim2", "Side")),
+            is_ordered=bool(cut["kIsOrdered"]),
         )
         assert planned - plan.MOST_BARRIER_BYTES < total <= planned, jit.render(name, template)
         # The swizzle permutes bits of an address below 1024.
@@ -1452,8 +1523,10 @@ def test_shared_memory_of_the_kernel_of_few_queries(tmp_path: Path) -> None:
 @given(problem=problems(**HOPPER_ROWS, aligned=True), wrt=WRT)
 @settings(max_examples=200)
 def test_the_deterministic_pair_of_hopper(problem: Problem, wrt: tuple[str, ...]) -> None:
-    chosen = plan.backward(problem, HOPPER, wrt, deterministic=True)
-    assert chosen == plan.backward(problem, HOPPER, wrt, deterministic=True, strategy="separate")
+    with plan.override(both=False):
+        chosen = plan.backward(problem, HOPPER, wrt, strategy="separate")
+        same = plan.backward(problem, HOPPER, wrt, deterministic=True, strategy="separate")
+    assert chosen == same
     is_taken = problem.num_queries > 0 and problem.num_keys > 0
     for side in chosen.sides:
         assert side.fused is None
@@ -1491,7 +1564,7 @@ def test_the_pair_stands_in_where_the_fused_kernel_of_hopper_has_no_tile(side: i
 def test_override_of_the_tile_of_the_pair() -> None:
     tile = plan.PairWarpgroupTile(3, 32, 2, 3, 1, 2)
     with plan.override(backward_tiles=dict.fromkeys(plan.PAIR_KERNELS, tile)):
-        chosen = plan.backward(hopper_problem(), HOPPER, ("q2", "k2"), deterministic=True)
+        chosen = plan.backward(hopper_problem(), HOPPER, ("q2", "k2"), strategy="separate")
     for kernel in chosen.kernels[1:]:
         assert tuple(value for _, value in kernel.template[4:-2]) == dataclasses.astuple(tile)
 
@@ -1501,7 +1574,7 @@ def test_override_of_the_pair_by_kernels_of_two_generations_is_refused(job: str)
     # One would read the row statistics that the other wants, and be wrong without an error.
     tiles = {f"backward_{job}_sm80": BackwardTile(1, 2, 16, 16, 2)}
     text = r"backward_tiles: expected tiles of one generation .* side 2; got backward_dq_sm\d0 and"
-    for options in ({"deterministic": True}, {"strategy": "separate"}):
+    for options in ({"deterministic": True, "strategy": "separate"}, {"strategy": "separate"}):
         with plan.override(backward_tiles=tiles):
             with pytest.raises(PlanError, match=text):
                 plan.backward(hopper_problem(), HOPPER, ("q2", "k2"), **options)
@@ -1610,6 +1683,7 @@ def test_one_pass_for_both_sides(problem: Problem, wrt: tuple[str, ...]) -> None
 def test_both_sides_stay_apart_where_that_is_asked_for() -> None:
     problem = hopper_problem(num_keys=4096)
     pair = ["backward_dq_sm90", "backward_dk_sm90"]
+    fused = ["backward_fused_sm90", "backward_finish"]
 
     def kernels(**options: Any) -> list[str]:
         chosen = plan.backward(problem, HOPPER, INPUTS, **options)
@@ -1617,17 +1691,18 @@ def test_both_sides_stay_apart_where_that_is_asked_for() -> None:
         return [name for name in names if name != "backward_prepare"]
 
     assert kernels(strategy="separate") == list(plan.BOTH_KERNELS)
-    assert kernels(deterministic=True, given=("lse2",)) == 2 * pair
-    assert kernels(strategy="fused") == 2 * ["backward_fused_sm90", "backward_finish"]
+    assert kernels(deterministic=True, given=("lse2",)) == 2 * fused
+    assert kernels(strategy="fused") == 2 * fused
     assert "backward_dq_sm80" in kernels(deterministic=True, force="backward_dq_sm80")
     with plan.override(both=False):
-        assert kernels(deterministic=True) == 2 * pair
+        assert kernels(deterministic=True) == 2 * fused
+        assert kernels(deterministic=True, strategy="separate") == 2 * pair
     # What measures a tile of a kernel gets that kernel.
     tile = plan.PairWarpgroupTile(2, 32, 2, 2, 1, 2)
     with plan.override(backward_tiles={"backward_dq_sm90": tile}):
-        assert kernels(deterministic=True) == 2 * pair
+        assert kernels(strategy="separate") == 2 * pair
     with plan.override(strategy="fused"):
-        assert kernels() == 2 * ["backward_fused_sm90", "backward_finish"]
+        assert kernels() == 2 * fused
 
 
 @pytest.mark.parametrize(
