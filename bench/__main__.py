@@ -73,7 +73,9 @@ def parser() -> argparse.ArgumentParser:
         if name == "tune":
             command.add_argument("direction", choices=("forward", "backward"))
             command.add_argument(
-                "--deterministic", action="store_true", help="of a shape of your own: the pair"
+                "--deterministic",
+                action="store_true",
+                help="of a shape of your own: a fixed order of sums",
             )
             command.add_argument(
                 "--limit",

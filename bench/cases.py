@@ -203,6 +203,7 @@ def backward() -> tuple[Spec, ...]:
     ):
         bars = [
             _beside(FUSED, share, "cudnn", "cuDNN attention"),
+            _beside(DETERMINISTIC, 0.80, "cudnn", "cuDNN attention"),
             _beside(SEPARATE, 0.80, "cudnn", "cuDNN attention"),
         ]
         if setting == 1:
@@ -211,7 +212,7 @@ def backward() -> tuple[Spec, ...]:
             Spec(
                 _label(f"Setting {setting}, d = 128", SQUARE.num_keys, causal),
                 replace(SQUARE, causal=causal, setting=setting),
-                (FUSED, SEPARATE),
+                (FUSED, DETERMINISTIC, SEPARATE),
                 ("triton", "cudnn", "flash", "cublas") if setting == 1 else ("cudnn", "cublas"),
                 tuple(bars),
                 yardstick="cublas",
@@ -222,7 +223,7 @@ def backward() -> tuple[Spec, ...]:
         Spec(
             "d = 64",
             replace(SQUARE, head_dim1=64, head_dim2=64),
-            (FUSED,),
+            (FUSED, DETERMINISTIC),
             ("cudnn",),
             (_beside(FUSED, 0.93, "cudnn", "cuDNN attention"),),
         )
@@ -245,7 +246,7 @@ def backward() -> tuple[Spec, ...]:
             Spec(
                 f"BH = 16, N = {length}",
                 replace(SQUARE, heads=16, num_queries=length, num_keys=length),
-                (AUTO,),
+                (AUTO, DETERMINISTIC),
                 ("kept",),
                 (_beside(AUTO, 1.0, "kept", "torch.compile with P1 and P2 kept"),),
             )
@@ -516,7 +517,7 @@ def tune_forward() -> tuple[Spec, ...]:
 
 
 def tune_backward() -> tuple[Spec, ...]:
-    """One problem for each kind of plan; the deterministic pair once by itself."""
+    """One problem for each kind of plan; the deterministic ones once by themselves."""
     base = replace(SQUARE, num_queries=8192, num_keys=8192)
     shapes = [
         *masks(base, "both"),
@@ -528,8 +529,8 @@ def tune_backward() -> tuple[Spec, ...]:
         *(replace(SMALL_Q, num_queries=n) for n in (1, 16)),
     ]
     specs = [Spec(f"{shape.name}, Setting {shape.setting}", shape, (AUTO,)) for shape in shapes]
-    pair = Spec(f"{base.name}, Setting 1, deterministic", base, (SEPARATE,))
-    return (*specs, pair)
+    fixed = Spec(f"{base.name}, Setting 1, deterministic", base, (DETERMINISTIC,))
+    return (*specs, fixed)
 
 
 def quick(specs: Iterable[Spec]) -> tuple[Spec, ...]:

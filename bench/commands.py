@@ -80,8 +80,13 @@ def forward(options: argparse.Namespace, say: Say) -> Report:
 
 
 def backward(options: argparse.Namespace, say: Say) -> Report:
-    """The backward: the deterministic pair of kernels, the fused one, and what the plan chooses."""
-    custom = (("ours, separate", "ours, fused"), ("triton", "cudnn", "cublas"), "cublas")
+    """The backward: the fused kernel with sums in any order and in a fixed one, the separate ones,
+    and what the plan chooses."""
+    custom = (
+        (cases.SEPARATE, cases.DETERMINISTIC, cases.FUSED),
+        ("triton", "cudnn", "cublas"),
+        "cublas",
+    )
     specs = _specs(options, cases.backward(), workloads.SQUARE, *custom)
     say("backward: compiling")
     ours.compile_ahead([spec.workload for spec in specs], ("auto", "fused", "separate"))
@@ -107,7 +112,7 @@ def backward(options: argparse.Namespace, say: Say) -> Report:
             "half of it with a causal mask. Bytes: inputs, statistics and dkl read once, "
             "gradients written once.",
             "Ours and Triton: everything from the row statistics to gradients in the dtype of the "
-            "inputs. Separate is deterministic, fused is not.",
+            "inputs. Deterministic and separate: the same bits in every run.",
             *_brief_notes(specs),
         ],
     )
@@ -271,7 +276,7 @@ def measure_memory(options: argparse.Namespace, say: Say) -> Report:
 def tune(options: argparse.Namespace, say: Say) -> Report:
     """How far the plan's choices are from the best of their candidates."""
     chosen = {"forward": cases.tune_forward, "backward": cases.tune_backward}[options.direction]()
-    entry = "ours, separate" if options.deterministic else "ours"
+    entry = cases.DETERMINISTIC if options.deterministic else cases.AUTO
     specs = _specs(options, chosen, workloads.SQUARE, (entry,), (), "")
     return tuning.run(
         options.direction, specs, rounds=_rounds(options), seconds=options.limit, say=say

@@ -76,6 +76,8 @@ def compile_ahead(
             # There is no fused kernel of float32.
             known = [one for one in strategies if workload.dtype != "float32" or one != "fused"]
             plans += (plan.backward(described, facts, wrt, strategy=one) for one in known)
+            if known:
+                plans.append(plan.backward(described, facts, wrt, deterministic=True))
     tune.compile_kernels(tune.kernels_of(plans), facts.arch)
 
 
@@ -254,8 +256,8 @@ def backward_entry(
     deterministic: bool | None = None,
     overrides: Overrides | None = None,
 ) -> Entry:
-    """The backward by ``"separate"`` kernels (the deterministic pair), by the ``"fused"`` one, or
-    ``"auto"``; under ``plan.override(**overrides)`` where there are any."""
+    """The backward by ``"separate"`` kernels, by the ``"fused"`` one, or ``"auto"``; under
+    ``plan.override(**overrides)`` where there are any."""
     is_deterministic = strategy == "separate" if deterministic is None else deterministic
 
     def context() -> AbstractContextManager[Any]:

@@ -16,7 +16,7 @@ from streamkl_cupy import launch, plan, timing, tune
 
 from . import ours
 from .case import Case
-from .cases import SEPARATE, Spec
+from .cases import DETERMINISTIC, Spec
 from .report import Column, Report, Row
 from .runner import Say, is_right, poison
 from .timing import event_stopwatch
@@ -42,8 +42,7 @@ class CaseSubject:
         self._task = task
         self._facts = facts
         if task.wrt:
-            strategy = "separate" if task.deterministic else "auto"
-            self.call = ours.backward_call(case, strategy, task.deterministic)
+            self.call = ours.backward_call(case, "auto", task.deterministic)
         else:
             self.call = ours.forward_call(case)
 
@@ -125,7 +124,7 @@ def task_of(spec: Spec, direction: str) -> tune.Task:
     described = ours.problem_of(spec.workload)
     if direction == "forward":
         return tune.Task(described)
-    return tune.Task(described, ours.gradients_of(spec.workload), spec.ours == (SEPARATE,))
+    return tune.Task(described, ours.gradients_of(spec.workload), spec.ours == (DETERMINISTIC,))
 
 
 def rows_of(label: str, swept: tune.Swept) -> list[Row]:

@@ -144,6 +144,9 @@ def run_plain(
             chosen = backward_plan(arrays, options, INPUTS, strategy=strategy)
             ran |= {kernel.kernel for kernel in chosen.kernels}
             assert_finite(run(library, arrays, options, strategy=strategy, into=True))
+    with plan.override(strategy="fused", both=False):
+        if backward_plan(arrays, options, INPUTS, deterministic=True).sides[0].fused is not None:
+            assert_finite(run(library, arrays, options, deterministic=True, into=True))
     print(f"ran {dtype} {lengths} {options} splits {num_splits} offset {offset}", flush=True)
     return ran
 
