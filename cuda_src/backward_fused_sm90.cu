@@ -83,14 +83,17 @@ struct FusedTraits {
     static constexpr int kGradientBarriers = kRingBarriers + Ring<kNumStages>::kBytes;
     static constexpr int kKeysFull = kGradientBarriers + Ring<kNumBuffers>::kBytes;
     static constexpr int kKeysEmpty = kKeysFull + 8;
-    static constexpr int kFactorOffset = kKeysEmpty + 8;  // a factor a warp and buffer
+    // Ordered: between the warpgroup of dQ and the warp that waits for the blocks before, and the
+    // one that counts this one.
+    static constexpr int kMayAddBarriers = kKeysEmpty + 8;
+    static constexpr int kAddedBarriers = kMayAddBarriers + (kIsOrdered ? Ring<1>::kBytes : 0);
+    // A factor a warp and buffer.
+    static constexpr int kFactorOffset = kAddedBarriers + (kIsOrdered ? Ring<1>::kBytes : 0);
     static constexpr int kNumWarps = 4 * kNumConsumers;
     static constexpr int kSmemBytes = kFactorOffset + 4 * kNumWarps * kNumBuffers;
 
     // Barrier 0 is that of __syncthreads; the consumers' follow.
     static constexpr int kSumBarrier = 1, kConsumerBarrier = 2, kTurnBarrier = 4;
-    // Of the warpgroup of dQ and the warp that waits for the blocks before or counts this one.
-    static constexpr int kMayAddBarrier = 6, kAddedBarrier = 7, kAddThreads = 128 + 32;
     static constexpr bool kHasFactors = kNeedsRunningFactor<Element, kSide>;
 
     // Columns of dQ that are multiplied at a time.
@@ -339,21 +342,27 @@ SKL_DEVICE void visit_counts(const BackwardParams& params, Visit&& visit) {
 // A warp each waits for the blocks before and counts this one: to memory that is a long way and
 // back, on which the warpgroup of dQ need not go.
 template <class Traits>
-SKL_DEVICE void await_blocks(const BackwardParams& params) {
-    visit_counts<Traits>(params, [](const uint32* count, uint32 num_before) {
+SKL_DEVICE void await_blocks(const BackwardParams& params, uint32 base) {
+    Ring<1> may_add(base + Traits::kMayAddBarriers);
+    visit_counts<Traits>(params, [&](const uint32* count, uint32 num_before) {
         while (load_acquire(count) != num_before) {
         }
+        may_add.producer_acquire();
         __syncwarp();
-        named_barrier_sync<Traits::kAddThreads>(Traits::kMayAddBarrier);
+        may_add.producer_commit(lane_id());
+        may_add.advance();
     });
 }
 
 template <class Traits>
-SKL_DEVICE void count_block(const BackwardParams& params) {
-    visit_counts<Traits>(params, [](uint32* count, uint32) {
-        named_barrier_sync<Traits::kAddThreads>(Traits::kAddedBarrier);
-        if (lane_id() == 0) add_release(count, 1);
+SKL_DEVICE void count_block(const BackwardParams& params, uint32 base) {
+    Ring<1> added(base + Traits::kAddedBarriers);
+    visit_counts<Traits>(params, [&](uint32* count, uint32) {
+        added.consumer_wait();
         __syncwarp();
+        if (lane_id() == 0) add_release(count, 1);
+        added.consumer_release(lane_id());
+        added.advance();
     });
 }
 
@@ -368,6 +377,8 @@ SKL_DEVICE void sum_tiles(const BackwardParams& params, const typename Traits::W
     const auto& range = range_of_block<Traits>(params);
     float unscale = 1.f / call_factor<Element>(params.max_dkl);
     Ring<Traits::kNumBuffers> gradients(base + Traits::kGradientBarriers);
+    [[maybe_unused]] Ring<1> may_add(base + Traits::kMayAddBarriers);
+    [[maybe_unused]] Ring<1> added(base + Traits::kAddedBarriers);
     uint32 sum_offset = 0;
     const int row_tiles_per_head = ceil_div(range.num_queries, 16);
     // Row tiles are counted through all heads.
@@ -405,9 +416,7 @@ SKL_DEVICE void sum_tiles(const BackwardParams& params, const typename Traits::W
                 __syncwarp();
                 gradients.consumer_release(lane);
             }
-            if (Traits::kIsOrdered && col == 0) {
-                named_barrier_sync<Traits::kAddThreads>(Traits::kMayAddBarrier);
-            }
+            if (Traits::kIsOrdered && col == 0) may_add.consumer_wait();
             if (!has_rows) continue;
             SKL_UNROLL
             for (int half = 0; half < kCols / 32; ++half) {
@@ -441,7 +450,12 @@ SKL_DEVICE void sum_tiles(const BackwardParams& params, const typename Traits::W
             }
         }
         if constexpr (Traits::kIsOrdered) {
-            named_barrier_sync<Traits::kAddThreads>(Traits::kAddedBarrier);
+            added.producer_acquire();
+            __syncwarp();
+            may_add.consumer_release(lane);
+            added.producer_commit(lane);
+            may_add.advance();
+            added.advance();
         }
         gradients.advance();
         first_query = walk.next_query(first_query);
@@ -647,6 +661,10 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 2), 1)
         Ring<kNumBuffers>::init(base + Traits::kGradientBarriers, 4, Traits::kNumWarps);
         mbarrier_init(base + Traits::kKeysFull, 1);
         mbarrier_init(base + Traits::kKeysEmpty, Traits::kNumWarps * kArrivalsOfWarp);
+        if constexpr (kIsOrdered) {
+            Ring<1>::init(base + Traits::kMayAddBarriers, 4, 1);
+            Ring<1>::init(base + Traits::kAddedBarriers, 1, 4);
+        }
         mbarrier_fence_init();
     }
     __syncthreads();
@@ -656,8 +674,8 @@ __global__ void __launch_bounds__(128 * (kNumConsumers + 2), 1)
         give_registers<Traits::kProducerRegisters>();
         if (warp_id() == 0) produce<Traits>(maps, params, base);
         if constexpr (kIsOrdered) {
-            if (warp_id() == 1) await_blocks<Traits>(params);
-            if (warp_id() == 2) count_block<Traits>(params);
+            if (warp_id() == 1) await_blocks<Traits>(params, base);
+            if (warp_id() == 2) count_block<Traits>(params, base);
         }
     } else if (warpgroup == 1) {
         give_registers<Traits::kSumRegisters>();

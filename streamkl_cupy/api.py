@@ -460,7 +460,9 @@ def attention_kl_backward(
         of keys one by one, on Hopper for both sides in one pass; ``"auto"`` takes what is faster.
         No matter on the CPU. float32 inputs on a GPU have no ``"fused"``.
     deterministic
-        Make two runs agree bit for bit, which excludes ``"fused"``.
+        Make two runs agree bit for bit, which ``"fused"`` does not promise. With ``"auto"`` the
+        blocks of Hopper's fused kernel then add to dQ one after the other, where that is faster
+        than ``"separate"``, which needs no float32 scratch of dQ.
     out
         Arrays to write to, in the order of `wrt`: C-contiguous, of the shape and the dtype of
         the inputs, on a GPU at addresses that are multiples of 16 bytes.
@@ -793,6 +795,10 @@ def warmup(
                 # Unequal groups of heads and given log-sum-exps take a pass for each side.
                 options: dict[str, Any] = {"strategy": strategy, "force": force}
                 plans.append(plan.backward(problem, facts, wrt, given=("lse2",), **options))
+        if backward and arithmetic not in plan.WIDE:
+            with plan.override(strategy="fused", both=False):
+                fixed = plan.backward(problem, facts, wrt, deterministic=True, force=force)
+            plans.append(fixed)
     dims = plan.bucket(head_dim1), plan.bucket(head_dim2)
     for one in facts.tuned:
         of, problem = one.problem_class, choices.problem_of(one)

@@ -771,7 +771,7 @@ def check_strategy(strategy: Any, deterministic: Any) -> None:
     strategy
         ``"auto"``, ``"fused"`` or ``"separate"``.
     deterministic
-        Whether two runs must agree bit for bit, which only the separate kernels do.
+        Whether two runs must agree bit for bit, which ``"fused"`` does not promise.
 
     Raises
     ------

@@ -822,6 +822,21 @@ class TestWarmup:
                     for chosen in plans:
                         assert {(k.kernel, k.template) for k in chosen.kernels} <= built
 
+    def test_deterministic_gradients_find_their_kernels_on_hopper(self) -> None:
+        skl.warmup(64, 128, wrt=INPUTS, windowed=True, softcap=True, arch="sm_90a")
+        built = {(kernel, template) for kernel, template, _ in self.built}
+        facts = plan.device_facts("sm_90a")
+        taken = set()
+        for num_queries, window, softcap in itertools.product(
+            (1, 300, 40_000), (None, (5000, 7)), (None, 5.0)
+        ):
+            problem = self.problem(num_queries, 40_000, 256, window, softcap)
+            for wrt in (INPUTS, ("q1", "k1"), ("q2", "k2")):
+                chosen = plan.backward(problem, facts, wrt, deterministic=True)
+                assert {(k.kernel, k.template) for k in chosen.kernels} <= built
+                taken |= {side.strategy for side in chosen.sides}
+        assert taken == {"ordered", "separate"}
+
     def test_few_queries_of_any_groups_find_their_kernels(self) -> None:
         skl.warmup(64, 128, wrt=INPUTS, arch="sm_90a")
         built = {(kernel, template) for kernel, template, _ in self.built}

@@ -138,15 +138,19 @@ def run_plain(
     """One of `RUNS`; returns its kernels."""
     inputs = random_inputs(rng, dtype, **(HEADS | lengths))
     arrays = {n: upload(library, x, offset * (n in INPUTS)) for n, x in inputs.items()}
-    with plan.override(num_splits=num_splits):
-        ran = {kernel.kernel for kernel in forward_plan(arrays, options).kernels}
-        for strategy in ("fused", "separate")[dtype == "float32" :]:
-            chosen = backward_plan(arrays, options, INPUTS, strategy=strategy)
+    ways: list[tuple[dict[str, Any], dict[str, Any]]] = [({}, {"strategy": "separate"})]
+    if dtype != "float32":
+        ordered = {"strategy": "fused", "both": False}
+        ways += [({}, {"strategy": "fused"}), (ordered, {"deterministic": True})]
+    ran = set()
+    for overrides, choices in ways:
+        with plan.override(num_splits=num_splits, **overrides):
+            ran |= {kernel.kernel for kernel in forward_plan(arrays, options).kernels}
+            chosen = backward_plan(arrays, options, INPUTS, **choices)
+            if overrides and chosen.sides[0].strategy == "separate":
+                continue  # those have run
             ran |= {kernel.kernel for kernel in chosen.kernels}
-            assert_finite(run(library, arrays, options, strategy=strategy, into=True))
-    with plan.override(strategy="fused", both=False):
-        if backward_plan(arrays, options, INPUTS, deterministic=True).sides[0].fused is not None:
-            assert_finite(run(library, arrays, options, deterministic=True, into=True))
+            assert_finite(run(library, arrays, options, into=True, **choices))
     print(f"ran {dtype} {lengths} {options} splits {num_splits} offset {offset}", flush=True)
     return ran
 
