@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from streamkl_cupy import launch
 from streamkl_cupy.chain import Bound, Chain, Kernel
 from tests.gpu.card import POISON, Cupy, Library, Torch
 
@@ -58,6 +59,12 @@ def jax() -> Any:
 @pytest.fixture
 def cupy_library() -> Cupy:
     return Cupy()
+
+
+@pytest.fixture
+def is_hopper(cupy_library: Cupy) -> bool:
+    """Whether the card has Hopper's kernels."""
+    return launch.device_facts(cupy_library.device.id).arch == "sm_90a"
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamkl_cupy import launch, plan
+from streamkl_cupy import plan
 from streamkl_cupy.problem import INPUTS
 from tests.gpu.card import (
     Cupy,
@@ -26,12 +26,6 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 DTYPES = ("bfloat16", "float16")
 Launched = list[tuple[str, dict[str, Any]]]
 SUBSETS = [names for count in (2, 3, 4) for names in itertools.combinations(INPUTS, count)]
-
-
-@pytest.fixture(autouse=True)
-def is_hopper(cupy_library: Cupy) -> bool:
-    """Whether the card has the kernels."""
-    return launch.device_facts(cupy_library.device.id).arch == "sm_90a"
 
 
 def check(

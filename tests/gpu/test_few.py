@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamkl_cupy import launch
 from streamkl_cupy.problem import INPUTS
 from tests.gpu.card import Cupy, Expected, random_inputs, run, upload_all
 
@@ -19,12 +18,10 @@ Launched = list[tuple[str, dict[str, Any]]]
 
 
 @pytest.fixture(autouse=True)
-def is_hopper(monkeypatch: pytest.MonkeyPatch, cupy_library: Cupy) -> bool:
-    """Whether the card has the kernel, which then runs however short the keys are."""
-    has_it = launch.device_facts(cupy_library.device.id).arch == "sm_90a"
-    if has_it:
+def short_keys_take_it(monkeypatch: pytest.MonkeyPatch, is_hopper: bool) -> None:
+    """Where the card has the kernel, it runs however short the keys are."""
+    if is_hopper:
         monkeypatch.setenv("STREAMKL_FORCE", KERNEL)
-    return has_it
 
 
 def check(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import streamkl_cupy as skl
-from streamkl_cupy import launch, plan
+from streamkl_cupy import plan
 from streamkl_cupy.problem import INPUTS
 from tests.gpu.card import (
     Cupy,
@@ -47,22 +47,31 @@ MASKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def needs_hopper(cupy_library: Cupy) -> None:
-    if launch.device_facts(cupy_library.device.id).arch != "sm_90a":
+def needs_hopper(is_hopper: bool) -> None:
+    if not is_hopper:
         pytest.skip("the kernel is one of sm_90a")
 
 
-def ordered(
-    arrays: dict[str, Any],
-    options: dict[str, Any],
+def check(
     library: Cupy,
+    inputs: dict[str, np.ndarray],
+    options: dict[str, Any],
     wrt: tuple[str, ...] = INPUTS,
-) -> dict[str, np.ndarray]:
-    """Results of the kernel, which has to be the plan's."""
+    num_runs: int = 1,
+) -> None:
+    """Hold the kernel, which has to be the plan's, to the reference and to its own first bits."""
+    arrays = upload_all(library, inputs)
     with plan.override(strategy="fused", both=False):
         chosen = backward_plan(arrays, options, wrt, deterministic=True)
         assert {side.strategy for side in chosen.sides} == {"ordered"}
-        return run(library, arrays, options, wrt=wrt, deterministic=True, into=True)
+        first, *others = (
+            run(library, arrays, options, wrt=wrt, deterministic=True, into=True)
+            for _ in range(num_runs)
+        )
+    Expected(inputs, options, wrt).check(first)
+    for again in others:
+        for name in first:
+            assert same_bits(again[name], first[name]), name
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -71,13 +80,7 @@ def test_values_and_bits(
     shape: str, mask: str, rng: np.random.Generator, cupy_library: Cupy
 ) -> None:
     inputs = random_inputs(rng, **{"head_dim1": 128, "head_dim2": 128} | SHAPES[shape])
-    arrays, options = upload_all(cupy_library, inputs), MASKS[mask]
-    first = ordered(arrays, options, cupy_library)
-    Expected(inputs, options).check(first)
-    for _ in range(NUM_RUNS - 1):
-        again = ordered(arrays, options, cupy_library)
-        for name in first:
-            assert same_bits(again[name], first[name]), name
+    check(cupy_library, inputs, MASKS[mask], num_runs=NUM_RUNS)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -87,12 +90,7 @@ def test_head_dims(
     dims: tuple[int, int], dtype: str, causal: bool, rng: np.random.Generator, cupy_library: Cupy
 ) -> None:
     inputs = random_inputs(rng, dtype, heads=3, head_dim1=dims[0], head_dim2=dims[1], **LENGTHS)
-    options = {"causal": causal}
-    arrays = upload_all(cupy_library, inputs)
-    first = ordered(arrays, options, cupy_library)
-    Expected(inputs, options).check(first)
-    for name, again in ordered(arrays, options, cupy_library).items():
-        assert same_bits(again, first[name]), name
+    check(cupy_library, inputs, {"causal": causal}, num_runs=2)
 
 
 @pytest.mark.parametrize("wrt", [("q1", "k1"), ("q2", "k2")], ids=["side 1", "side 2"])
@@ -104,14 +102,7 @@ def test_more_blocks_than_multiprocessors(
     inputs = random_inputs(
         rng, heads=1, head_dim1=64, head_dim2=64, num_queries=260, num_keys=38_400
     )
-    options = {"causal": causal}
-    arrays = upload_all(cupy_library, inputs)
-    first = ordered(arrays, options, cupy_library, wrt)
-    Expected(inputs, options, wrt).check(first)
-    for _ in range(NUM_RUNS - 1):
-        again = ordered(arrays, options, cupy_library, wrt)
-        for name in first:
-            assert same_bits(again[name], first[name]), name
+    check(cupy_library, inputs, {"causal": causal}, wrt, NUM_RUNS)
 
 
 @pytest.mark.parametrize("key_heads", [1, 13, 64])
@@ -119,8 +110,7 @@ def test_heads_that_alternate(key_heads: int, rng: np.random.Generator, cupy_lib
     inputs = random_inputs(
         rng, heads=key_heads, head_dim1=64, head_dim2=64, num_queries=260, num_keys=700
     )
-    arrays = upload_all(cupy_library, inputs)
-    Expected(inputs, {"causal": True}).check(ordered(arrays, {"causal": True}, cupy_library))
+    check(cupy_library, inputs, {"causal": True})
 
 
 @pytest.mark.parametrize("name", INPUTS)
@@ -129,9 +119,7 @@ def test_a_broken_row_in_the_middle(
 ) -> None:
     inputs = random_inputs(rng, heads=2, head_dim1=128, head_dim2=128, **LENGTHS)
     inputs[name][0, 1, 290, 7] = np.nan
-    options = {"causal": True}
-    arrays = upload_all(cupy_library, inputs)
-    Expected(inputs, options).check(ordered(arrays, options, cupy_library))
+    check(cupy_library, inputs, {"causal": True})
 
 
 @pytest.mark.parametrize("num_streams", [1, 5])
