@@ -460,7 +460,7 @@ def test_backward_name(
     if (both := chosen.both) is not None:
         parts.append("both" + ("_dq" if both.dq else "") + ("_dk" if both.dk else "") + "_sm90")
     parts += [
-        ("fused" if side.fused else "separate")
+        (("ordered" if deterministic else "fused") if side.fused else "separate")
         + str(side.side)
         + ("_dq" if f"q{side.side}" in left else "")
         + ("_dk" if f"k{side.side}" in left else "")
@@ -1646,7 +1646,7 @@ def test_shared_memory_of_the_pair(tmp_path: Path) -> None:
 @given(problem=problems(**HOPPER_ROWS, aligned=True), wrt=WRT)
 @settings(max_examples=300)
 def test_one_pass_for_both_sides(problem: Problem, wrt: tuple[str, ...]) -> None:
-    chosen = plan.backward(problem, HOPPER, wrt, deterministic=True)
+    chosen = plan.backward(problem, HOPPER, wrt, strategy="separate")
     fits = plan.bucket(problem.head_dim1) + plan.bucket(problem.head_dim2) <= 256
     can = fits and problem.num_rows > 0 and problem.num_keys > 0
     can = can and problem.kernel_mask == "kPlain" and not problem.has_softcap
