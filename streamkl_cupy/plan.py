@@ -1815,7 +1815,10 @@ def why_not_ordered(
     """
     if problem.kernel_mask == "kRagged":
         return "expected neither a padded batch nor packed sequences"
-    name = backward_kernel("fused", problem, device, side, force, choice, deterministic=True)
+    try:
+        name = backward_kernel("fused", problem, device, side, force, choice, deterministic=True)
+    except PlanError as error:  # the separate kernels stand in
+        return str(error)
     return "" if name == "backward_fused_sm90" else f"expected backward_fused_sm90; got {name}"
 
 
@@ -1839,15 +1842,19 @@ def interleaved(problem: Problem, side: int, num_blocks: int, device: DeviceFact
     Returns
     -------
     int
-        The number next to it, by ratio, that divides that of all heads.
+        The number next to it, by ratio, that divides that of all heads, of those that are enough
+        for `_heads_that_hide_order` if there is one.
     """
     key_heads = problem.batch * (problem.num_key_heads1 if side == 1 else problem.num_key_heads2)
-    best = max(device.num_sms // num_blocks, 1, _heads_that_hide_order(problem, side, device))
+    least = _heads_that_hide_order(problem, side, device)
+    best = max(device.num_sms // num_blocks, 1, least)
     is_full = problem.kernel_mask == PLAIN and not problem.causal
     if not is_full or key_heads * num_blocks < MANY_ROUNDS * device.num_sms:
         best = max(best, device.num_sms // FEW_FOLLOWERS)
-    possible = (n for n in range(1, min(key_heads, best * best) + 1) if key_heads % n == 0)
-    return min(possible, key=lambda n: max(n / best, best / n))
+    small = [n for n in range(1, math.isqrt(key_heads) + 1) if key_heads % n == 0]
+    possible = [*small, *(key_heads // n for n in small)]
+    enough = [n for n in possible if n >= least] or possible
+    return min(enough, key=lambda n: max(n / best, best / n))
 
 
 def _heads_that_hide_order(problem: Problem, side: int, device: DeviceFacts) -> int:

@@ -1223,6 +1223,8 @@ def test_override_of_the_fused_tile() -> None:
         ({"window": (300, 0)}, ("q2", "k2"), True),
         ({"head_dim1": 256}, ("q2", "k2"), True),
         ({"num_queries": 4096, "num_keys": 8192, "num_key_heads2": 1}, ("q2", "k2"), True),
+        # One head less than would be best is too few, so many more alternate.
+        ({"num_queries": 256, "num_heads": 32, "num_key_heads2": 16}, ("q2", "k2"), True),
         # One gradient, a head dimension without a tile, blocks that cannot be counted.
         ({}, ("q2",), False),
         ({"head_dim2": 256}, ("q2", "k2"), False),
@@ -1249,6 +1251,10 @@ def test_a_fused_kernel_in_a_fixed_order(
     for options in ({"force": plan.PORTABLE}, {"strategy": "separate"}):
         other = plan.backward(problem, HOPPER, wrt, deterministic=True, **options)
         assert other.sides[0].strategy == "separate"
+    # A kernel that has no tile there is missed in any order, not in a fixed one.
+    for kernel in ("backward_fused_sm90", "backward_dq_sm90"):
+        forced = plan.backward(problem, HOPPER, wrt, deterministic=True, force=kernel)
+        assert forced.sides[0].generation == "sm90"
 
 
 @given(
@@ -1271,6 +1277,8 @@ def test_heads_that_alternate_divide_all(
     )
     found = plan.interleaved(problem, 2, ceil_div(num_keys, 128), HOPPER)
     assert key_heads % found == 0
+    least = math.ceil(HOPPER.num_sms * plan.FOLLOW_TIME / ceil_div(num_queries, 64))
+    assert found >= min(least, key_heads)
     # All that run at once of one head wait for each other: few, wherever there are heads enough.
     if causal and key_heads % 8 == 0 and num_queries > 600:
         assert HOPPER.num_sms // found <= 2 * plan.FEW_FOLLOWERS
