@@ -172,22 +172,5 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     __syncthreads();
 
     // 6. The rows.
-    if constexpr (is_same<Element, fp32>) {
-        store_rows(false, true);
-    } else {
-        float row_factor[kLines];
-        SKL_UNROLL
-        for (int line = 0; line < kLines; ++line) {
-            const int query = first_row + row_of_line(line);
-            // A row without keys has a zero gradient, whatever dkl is.
-            const float dkl =
-                range.begin(query) < range.end(query) ? rows.dkl[query - first_query] : 0.f;
-            row_factor[line] = dkl * (params.gradient_scale * gradient_unit<kSide> / factor);
-        }
-        store_gradient<Element>(
-            params.dq,
-            batch_idx * params.dq_rows.batch_stride + head_idx * params.dq_rows.head_stride,
-            params.dq_rows.row_stride, first_row, range.num_queries,
-            kSide == 1 ? params.head_dim1 : params.head_dim2, dq, row_factor);
-    }
+    store_rows(false, is_same<Element, fp32>);
 }

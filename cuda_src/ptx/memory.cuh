@@ -23,7 +23,8 @@ SKL_DEVICE void store_shared_32(uint32 address, uint32 v) {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
 }
 
-// Adds four neighbouring floats to global memory, in an order among blocks that is not fixed.
+// Adds four neighbouring floats to global memory. Whoever needs a fixed order among blocks has to
+// wait for those before it.
 SKL_DEVICE void reduce_add_global(float* address, float a, float b, float c, float d) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(a), "f"(b),
