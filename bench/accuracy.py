@@ -121,7 +121,7 @@ def run(cells: Sequence[Cell], peer_names: Sequence[str], say: Say) -> Report:
     say("accuracy: compiling")
     shapes = dict.fromkeys(map(workload_of, cells))
     settings = [replace(shape, setting=setting) for shape in shapes for setting in (1, 2)]
-    ours.compile_ahead(settings, ("auto", "separate"))
+    ours.compile_ahead(settings, ("auto",))
     if "triton" in peer_names:
         _compile_triton(
             shape
@@ -160,8 +160,8 @@ def rows_of(problem: Problem, peer_names: Sequence[str]) -> list[Row]:
     exact, baseline = problem.solve(exact=True), problem.solve(exact=False)
     allowed = limits(problem.cell, {n: textbook.error(baseline[n], exact[n]) for n in OUTPUTS})
     makers: dict[str, Callable[[], tuple[Solution, str]]] = {
-        OURS: lambda: _ours(problem, "auto"),
-        DETERMINISTIC: lambda: _ours(problem, "separate"),
+        OURS: lambda: _ours(problem, deterministic=False),
+        DETERMINISTIC: lambda: _ours(problem, deterministic=True),
         TEXTBOOK: lambda: (baseline, ""),
     }
     for name in peer_names if has_peers(problem.cell) else ():
@@ -250,8 +250,10 @@ def floors(rows: Iterable[Row]) -> list[str]:
     return notes
 
 
-def _ours(problem: Problem, strategy: str) -> tuple[Solution, str]:
-    entries = [ours.backward_entry(case, strategy) for case in problem.cases]
+def _ours(problem: Problem, *, deterministic: bool) -> tuple[Solution, str]:
+    entries = [
+        ours.backward_entry(case, "auto", deterministic=deterministic) for case in problem.cases
+    ]
     found, detail = _through(ours.forward_entry(problem.cases[0]), entries)
     if problem.cell.kind == "packed":  # whose gradients have the heads behind the length
         found = {name: x.transpose(0, 1) if x.ndim == 3 else x for name, x in found.items()}

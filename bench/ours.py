@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import streamkl_cupy as skl
-from streamkl_cupy import launch, plan, problem, tune
+from streamkl_cupy import catalogue, launch, plan, problem, tiling, tune
 
 from .case import Case
 from .contender import Contender, Entry, Errors, Outputs, Work
@@ -162,8 +162,10 @@ def whole_forward_entry(case: Case) -> Entry:
 def unshared_forward_entry(case: Case) -> Entry:
     """The tile of many queries, and no keys split: neither among blocks nor among warps."""
     facts = launch.device_facts(case.q1.device.index or 0)
-    dims = plan.bucket(case.workload.head_dim1), plan.bucket(case.workload.head_dim2)
-    tile = plan.forward_tile(*dims, plan.FEW_QUERIES + 1, plan.PLAIN, facts)
+    dims = tiling.bucket(case.workload.head_dim1), tiling.bucket(case.workload.head_dim2)
+    tile = tiling.forward_tile(
+        *dims, tiling.FEW_QUERIES + 1, tiling.PLAIN, facts.shared_memory_per_block
+    )
     overrides = {"num_splits": 1, "forward_tile": tile}
     return forward_entry(case, label=", keys not shared", overrides=overrides)
 
@@ -174,7 +176,7 @@ def split_entries(case: Case) -> list[Entry]:
     facts = launch.device_facts(case.q1.device.index or 0)
     numbers = sorted(
         made.num_splits
-        for made in plan.forward_candidates(describe(case), facts)
+        for made in catalogue.forward_candidates(describe(case), facts)
         if made.tile == own.tile and made.num_splits not in (1, own.num_splits)
     )
     return [

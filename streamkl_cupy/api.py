@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast, overload
 
 import numpy as np
 
-from streamkl_cupy import choices, env, interop, jit, launch, plan, reference
+from streamkl_cupy import catalogue, choices, env, interop, jit, launch, plan, reference, tiling
 from streamkl_cupy.chain import Bound, Chain
 from streamkl_cupy.interop import CPU, Array, CudaLibrary, Group, HostLibrary
 from streamkl_cupy.problem import (
@@ -782,7 +782,7 @@ def warmup(
 
     force = env.force()
     plans: list[plan.ForwardPlan | plan.BackwardPlan] = []
-    strategies = [s for s in STRATEGIES if s != "fused" or arithmetic not in plan.WIDE]
+    strategies = [s for s in STRATEGIES if s != "fused" or arithmetic not in tiling.WIDE]
     for problem in _warmup_problems(
         head_dim1, head_dim2, dtype, precision, unaligned, windowed, ragged, softcap
     ):
@@ -795,11 +795,11 @@ def warmup(
                 # Unequal groups of heads and given log-sum-exps take a pass for each side.
                 options: dict[str, Any] = {"strategy": strategy, "force": force}
                 plans.append(plan.backward(problem, facts, wrt, given=("lse2",), **options))
-        if backward and arithmetic not in plan.WIDE:
+        if backward and arithmetic not in tiling.WIDE:
             with plan.override(strategy="fused", both=False):
                 fixed = plan.backward(problem, facts, wrt, deterministic=True, force=force)
             plans.append(fixed)
-    dims = plan.bucket(head_dim1), plan.bucket(head_dim2)
+    dims = tiling.bucket(head_dim1), tiling.bucket(head_dim2)
     for one in facts.tuned:
         of, problem = one.problem_class, choices.problem_of(one)
         if (of.dtype, of.head_dim1, of.head_dim2) != (arithmetic, *dims):
@@ -816,19 +816,19 @@ def warmup(
         name = (item.kernel, item.template)
         kernels[name] = max(kernels.get(name, 0), item.shared_memory)
 
-    masks = [m for m, is_in in zip(plan.MASKS, (True, windowed, ragged), strict=True) if is_in]
+    masks = [m for m, is_in in zip(catalogue.MASKS, (True, windowed, ragged), strict=True) if is_in]
     for aligned, mask, has_entropy, has_softcap in itertools.product(
         (True, False)[: 1 + unaligned],
         masks,
         (False, True)[: 1 + entropy],
         (False, True)[: 1 + softcap],
     ):
-        for kernel, template, shared_memory in plan.forward_kernels(
+        for kernel, template, shared_memory in catalogue.forward_kernels(
             arithmetic, *dims, aligned, mask, facts, has_entropy, has_softcap
         ):
             kernels.setdefault((kernel, template), shared_memory)
 
-    for one_of_rows in plan.OF_FINISHED_ROWS:
+    for one_of_rows in catalogue.OF_FINISHED_ROWS:
         kernels.setdefault(one_of_rows, 0)
     for num_done, ((kernel, template), shared_memory) in enumerate(kernels.items()):
         if progress is not None:
@@ -1402,7 +1402,7 @@ def _warmup_problems(
     if ragged:
         masks.append({"ragged": Ragged(("kv_lens",))})
     softcaps = (None, 1.0)[: 1 + softcap]
-    lengths = sorted({*plan.ROW_CLASSES, *plan.FEW_ROWS})
+    lengths = sorted({*catalogue.ROW_CLASSES, *tiling.FEW_ROWS})
     for num_queries, mask, softcap1, groups in itertools.product(
         lengths, masks, softcaps, _WARMUP_GROUPS
     ):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from streamkl_cupy import __version__, env, jit, plan
+from streamkl_cupy import __version__, catalogue, env, jit, plan, tiling
 from streamkl_cupy.problem import INPUTS, STRATEGIES, Problem, contiguous
 
 FORMAT = 1
@@ -157,7 +157,7 @@ def problem_of(tuned: plan.TunedChoice) -> Problem:
     """A problem of a class, in the shape that was measured, contiguous and aligned."""
     of = tuned.problem_class
     heads, num_queries, num_keys = tuned.shape
-    is_wide = of.dtype in plan.WIDE
+    is_wide = of.dtype in tiling.WIDE
     return contiguous(
         "float32" if is_wide else of.dtype,
         precision=of.dtype if is_wide else None,
@@ -204,7 +204,7 @@ def _parse(content: Any, card: str, facts: plan.DeviceFacts) -> tuple[plan.Tuned
 
 def _entry(entry: Mapping[str, Any], facts: plan.DeviceFacts) -> plan.TunedChoice:
     of = dict(entry["problem_class"])
-    if of["dtype"] not in plan.ELEMENTS or not set(of["wrt"]) <= set(INPUTS):
+    if of["dtype"] not in tiling.ELEMENTS or not set(of["wrt"]) <= set(INPUTS):
         raise ValueError(f"unknown dtype or gradients in {of}")
     heads, num_queries, num_keys = map(int, entry["shape"])
     tuned = plan.TunedChoice(
@@ -228,7 +228,7 @@ def _choice(
     """A choice whose tiles are candidates, which also says of which type they are."""
 
     def tile(kernel: str, cut: Mapping[str, Any], side: int = 0) -> Any:
-        for candidate in plan.tile_candidates(kernel, problem, facts, side):
+        for candidate in catalogue.tile_candidates(kernel, problem, facts, side):
             if dataclasses.asdict(candidate) == cut:
                 return candidate
         raise ValueError(f"{kernel} has no tile {cut}")

@@ -19,7 +19,6 @@ from typing import TypeAlias
 from streamkl_cupy import choices
 from streamkl_cupy.chain import Address, Chain, Clear, Kernel, Map, Params, Step
 from streamkl_cupy.plan import (
-    FLOAT_BYTES,
     INTERVAL_BYTES,
     MERGED_AT_ONCE,
     BackwardPlan,
@@ -39,6 +38,7 @@ from streamkl_cupy.problem import (
     gradient_strides,
 )
 from streamkl_cupy.tensor_map import Tensor
+from streamkl_cupy.tiling import FLOAT_BYTES
 
 LOG2_E = 1.4426950408889634
 # The kernels divide by the scale to write masked logits. So small a scale gives the logits of a

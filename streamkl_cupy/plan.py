@@ -10,29 +10,64 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-import itertools
 import math
-import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, cast
 
 from streamkl_cupy.problem import NO_WINDOW, Problem, message
+from streamkl_cupy.tiling import (
+    BOTH_ROWS,
+    ELEMENTS,
+    ENTROPY_STATE_FIELDS,
+    FEW_BLOCK_K,
+    FEW_QUERIES,
+    FEW_ROWS,
+    FLOAT_BYTES,
+    FUSED_BLOCK_Q,
+    PAIR_KERNELS,
+    PLAIN,
+    RESERVED_BYTES,
+    ROW_STATISTICS_BYTES,
+    WARPGROUP_ROWS,
+    WIDE,
+    AnyBackwardTile,
+    BackwardTile,
+    BackwardWarpgroupTile,
+    BothWarpgroupTile,
+    FewTile,
+    ForwardTile,
+    PairWarpgroupTile,
+    PlanError,
+    Template,
+    WarpgroupTile,
+    backward_template,
+    backward_tile,
+    backward_warpgroup_template,
+    backward_warpgroup_tile,
+    both_warpgroup_template,
+    both_warpgroup_tile,
+    bucket,
+    ceil_div,
+    few_template,
+    few_tiles,
+    fixed_and_trained,
+    forward_template,
+    forward_tile,
+    has_hopper_tile,
+    padded,
+    pair_warpgroup_template,
+    pair_warpgroup_tile,
+    round_up,
+    warpgroup_template,
+    warpgroup_tiles,
+)
 
-BUCKETS = (32, 64, 96, 128, 192, 256)
-# What kernels multiply (`Problem.arithmetic`), by its name in the sources.
-ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "tf32": "tf32"}
-# Elements of 4 bytes: only forward_sm80 and the portable pair of the backward take them.
-WIDE = ("float32", "tf32")
 STATE_FIELDS = 5  # m1 l1 m2 l2 acc
-ENTROPY_STATE_FIELDS = 6  # and moment1
-FLOAT_BYTES = 4
-ROW_STATISTICS_BYTES = 16
 COUNT_BYTES = 4  # a count for each tile of dQ
 INTERVAL_BYTES = 8  # of the table of a ragged batch: begin and end
 OWN_LSE_BYTES = 16  # of a row, beside a given one: lse1, lse2 and their low parts
 WORKSPACE_ALIGNMENT = 256
-TILE_ALIGNMENT = 128
 # What reduce_splits and backward_prepare/finish are compiled for.
 REDUCE_THREADS = 128
 PREPARE_THREADS = 256
@@ -40,8 +75,6 @@ FINISH_THREADS = 256
 MERGE_THREADS = 256
 REPLACE_THREADS = 256
 TABLE_THREADS = 256
-# The mask that needs no kernels of its own, as Problem.kernel_mask names it.
-PLAIN = "kPlain"
 # States that a launch of merge_states takes.
 MERGED_AT_ONCE = 8
 
@@ -56,18 +89,6 @@ TYPICAL_CARDS = {
     "sm_100": (148, 232_448),
     "sm_120": (170, 101_376),
 }
-# Of one multiprocessor there is a little more than one block may have; 1 KB of each block is the
-# system's.
-RESERVED_BYTES = 1024
-# The key-stationary kernels keep a few positions in static shared memory, which counts against the
-# same limit.
-STATIC_BYTES = 64
-
-Value: TypeAlias = int | bool | str
-Template: TypeAlias = tuple[tuple[str, Value], ...]
-
-
-Tile = TypeVar("Tile", "ForwardTile", "BackwardTile")
 
 FORWARD_KERNELS = ("forward_sm80", "forward_sm90")
 BACKWARD_KERNELS = (
@@ -85,10 +106,6 @@ BACKWARD_KERNELS = (
 
 # What there is for elements of 4 bytes.
 PORTABLE_PAIR = ("backward_dq_sm80", "backward_dk_sm80")
-
-
-class PlanError(ValueError):
-    """No kernel fits the problem on this card, or an override asks for what does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,302 +149,6 @@ class KernelPlan:
     block: int
     shared_memory: int
     boxes: tuple[int, int] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardTile:
-    """How a block of ``forward_sm80`` is cut: template arguments by the names they have there."""
-
-    row_tiles: int
-    num_warps_q: int
-    num_warps_k: int
-    block_k: int
-    chunk_k: int
-    num_stages: int
-    queries_in_registers: bool
-
-    @property
-    def stationary_rows(self) -> int:
-        return 16 * self.row_tiles * self.num_warps_q
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.num_warps_q * self.num_warps_k
-
-    @property
-    def blocks_per_sm(self) -> int:
-        """What the kernel's launch bounds ask for."""
-        return 2 if self.num_warps_q * self.num_warps_k <= 4 else 1
-
-    def shared_memory(self, dim1: int, dim2: int) -> int:
-        queries = self.stationary_rows * (dim1 + dim2) * 2
-        ring = self.num_stages * self.block_k * (dim1 + dim2) * 2
-        tiles = max(queries, ring) if self.queries_in_registers else queries + ring
-        states = (
-            self.num_warps_k * self.stationary_rows * ENTROPY_STATE_FIELDS * FLOAT_BYTES
-            if self.num_warps_k > 1
-            else 0
-        )
-        return max(tiles, states)
-
-
-@dataclass(frozen=True, slots=True)
-class WarpgroupTile:
-    """How a block of ``forward_sm90`` is cut: template arguments by the names they have there."""
-
-    num_consumers: int
-    block_k: int
-    num_stages: int
-    queries_in_registers: bool
-
-    @property
-    def stationary_rows(self) -> int:
-        return 64 * self.num_consumers
-
-    @property
-    def threads(self) -> int:
-        return 128 * (self.num_consumers + 1)
-
-    def box_rows(self, heads: int) -> int:
-        """Queries that the copy engine brings at a time: those of a consumer, or of a whole tile
-        where heads are packed into it."""
-        return 64 if heads == 1 else self.stationary_rows // heads
-
-    def fits(self, dim1: int, dim2: int, shared_memory: int) -> bool:
-        if self.shared_memory(dim1, dim2) > shared_memory:
-            return False
-        if not self.queries_in_registers:
-            return True
-        # Queries on their way to registers take one stage a side.
-        row1, row2 = _panel_row_bytes(dim1), _panel_row_bytes(dim2)
-        stage = self.block_k * (row1 + row2)
-        return self.stationary_rows * max(row1, row2) <= stage
-
-    def shared_memory(self, dim1: int, dim2: int) -> int:
-        row = _panel_row_bytes(dim1) + _panel_row_bytes(dim2)
-        queries = 0 if self.queries_in_registers else self.stationary_rows * row
-        barriers = 8 * (2 * self.num_stages + self.num_consumers)
-        return queries + self.num_stages * self.block_k * row + barriers
-
-
-def padded(dim: int, arithmetic: str) -> int:
-    """A bucket in units of 16 bits, which the tiles of the portable kernels count in."""
-    return 2 * dim if arithmetic in WIDE else dim
-
-
-def _panel_row_bytes(dim: int) -> int:
-    """Of a row in panels of 64 columns."""
-    return _ceil_div(dim, 64) * 128
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardTile:
-    """How a block of a backward kernel is cut.
-
-    ``row_tiles`` tiles of 16 stationary rows a warp; ``block_cols`` streamed rows a stage, taken
-    ``chunk_cols`` at a time.
-    """
-
-    row_tiles: int
-    num_warps: int
-    block_cols: int
-    chunk_cols: int
-    num_stages: int
-
-    @property
-    def stationary_rows(self) -> int:
-        return 16 * self.row_tiles * self.num_warps
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.num_warps
-
-    def shared_memory(self, kernel: str, dim1: int, dim2: int) -> int:
-        pair = (dim1 + dim2) * 2
-        tiles = self.stationary_rows * pair + self.num_stages * self.block_cols * pair
-        # Statistics and dkl of the queries of a tile.
-        row = ROW_STATISTICS_BYTES + FLOAT_BYTES
-        if kernel == "backward_dq_sm80":
-            return tiles + _round_up(self.stationary_rows * row, TILE_ALIGNMENT)
-        total = tiles + self.num_stages * _round_up(self.block_cols * row, TILE_ALIGNMENT)
-        if kernel == "backward_fused_sm80":
-            # The tile of dS^T.
-            total += self.stationary_rows * _round_up(self.block_cols, 32) * 2
-        return total
-
-
-# Queries in a tile of ``backward_fused_sm90``, and what they bring along besides themselves.
-FUSED_BLOCK_Q = 64
-FUSED_ROWS_BYTES = FUSED_BLOCK_Q * ROW_STATISTICS_BYTES
-# Its dQ of up to so many columns goes to global memory by way of four warps' buffers of 16 rows and
-# 32 columns; of more, and in a fixed order, straight from registers.
-FUSED_STAGED_DIM = 64
-FUSED_SUM_BYTES = 4 * 3 * 16 * 32 * FLOAT_BYTES
-MOST_BARRIER_BYTES = 256
-# What the separate kernels multiply by instead of a tile, and the walk of a block of keys.
-PAIR_ZEROS_BYTES = 2048
-PAIR_WALK_BYTES = 32
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardWarpgroupTile:
-    """How a block of a Hopper backward kernel is cut: template arguments by the names they have
-    there.
-
-    ``num_consumers`` warpgroups of 64 stationary rows; ``num_stages`` tiles of streamed rows;
-    ``num_buffers`` tiles of dS^T on their way to dQ; ``register_steps`` steps of 16 columns of the
-    stationary operands, side 1's first, that live in registers.
-    """
-
-    num_consumers: int
-    num_stages: int
-    num_buffers: int
-    register_steps: int
-
-    @property
-    def stationary_rows(self) -> int:
-        return 64 * self.num_consumers
-
-    @property
-    def threads(self) -> int:
-        return 128 * (self.num_consumers + 2)
-
-    @property
-    def boxes(self) -> tuple[int, int]:
-        return FUSED_BLOCK_Q, self.stationary_rows
-
-    def shared_memory(self, dim1: int, dim2: int, side: int, is_ordered: bool = False) -> int:
-        row = _panel_row_bytes(dim1) + _panel_row_bytes(dim2)
-        stage = FUSED_BLOCK_Q * row + FUSED_ROWS_BYTES
-        gradients = self.stationary_rows * FUSED_BLOCK_Q * 2
-        is_staged = (dim1 if side == 1 else dim2) <= FUSED_STAGED_DIM and not is_ordered
-        return (
-            self.stationary_rows * row
-            + self.num_stages * stage
-            + self.num_buffers * gradients
-            + (FUSED_SUM_BYTES if is_staged else 0)
-            + MOST_BARRIER_BYTES
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class FewTile:
-    """How a block of ``backward_few_sm90`` is cut: template arguments by the names they have there.
-
-    ``rows`` rows for the queries of the heads that share a key head; ``num_stages`` tiles of
-    ``FEW_BLOCK_K`` keys.
-    """
-
-    rows: int
-    num_stages: int
-
-    @property
-    def stationary_rows(self) -> int:
-        return self.rows
-
-    @property
-    def threads(self) -> int:
-        return 128 * (FEW_CONSUMERS + 1)
-
-    def boxes(self, heads: int) -> tuple[int, int]:
-        return self.rows // heads, FEW_BLOCK_K
-
-    def shared_memory(self, dim1: int, dim2: int) -> int:
-        row = _panel_row_bytes(dim1) + _panel_row_bytes(dim2)
-        # dS of a consumer and its rows' statistics, a warp's part of dK on its way.
-        gradients = FEW_CONSUMERS * self.rows * (2 * FEW_BLOCK_K + ROW_STATISTICS_BYTES)
-        lines = 4 * FEW_CONSUMERS * 16 * 128
-        barriers = 16 * (self.num_stages + 1) + 4 * FEW_CONSUMERS
-        stages = self.num_stages * FEW_BLOCK_K * row
-        return self.rows * row + stages + gradients + lines + barriers
-
-
-# Keys in a tile of ``backward_few_sm90``, and warpgroups that take them in turn.
-FEW_BLOCK_K = 64
-FEW_CONSUMERS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class PairWarpgroupTile:
-    """How a block of ``backward_dq_sm90`` or ``backward_dk_sm90`` is cut: template arguments by
-    the names they have there.
-
-    ``num_consumers`` warpgroups of 64 stationary rows; ``block_cols`` streamed rows in a tile, and
-    stages of such tiles of the fixed side and of the side that gets gradients; of each side's
-    stationary operand, steps of 16 columns that live in registers.
-    """
-
-    num_consumers: int
-    block_cols: int
-    fixed_stages: int
-    trained_stages: int
-    fixed_steps: int
-    trained_steps: int
-
-    @property
-    def stationary_rows(self) -> int:
-        return 64 * self.num_consumers
-
-    @property
-    def threads(self) -> int:
-        return 128 * (self.num_consumers + 1)
-
-    def boxes(self, kernel: str) -> tuple[int, int]:
-        rows, cols = self.stationary_rows, self.block_cols
-        return (rows, cols) if kernel == "backward_dq_sm90" else (cols, rows)
-
-    def shared_memory(self, kernel: str, fixed: int, trained: int) -> int:
-        """Of bytes, for the head dimensions of the fixed side and of the other one."""
-        fixed_row, trained_row = _panel_row_bytes(fixed), _panel_row_bytes(trained)
-        tiles = self.fixed_stages * fixed_row + self.trained_stages * trained_row
-        total = self.stationary_rows * (fixed_row + trained_row) + self.block_cols * tiles
-        total += PAIR_ZEROS_BYTES + 16 * (self.fixed_stages + self.trained_stages + 1)
-        if kernel == "backward_dk_sm90":
-            statistics = self.block_cols * ROW_STATISTICS_BYTES
-            total += self.trained_stages * statistics + PAIR_WALK_BYTES
-        return total
-
-
-# Stationary rows of a block of the kernels of both sides: two consumers of 64.
-BOTH_ROWS = 128
-
-
-@dataclass(frozen=True, slots=True)
-class BothWarpgroupTile:
-    """How a block of ``backward_dq_both_sm90`` or ``backward_dk_both_sm90`` is cut: template
-    arguments by the names they have there.
-
-    Two warpgroups of 64 stationary rows; ``block_cols`` streamed rows in a tile, and stages of such
-    tiles of both sides; of each side's stationary operand, steps of 16 columns that live in
-    registers; whether the logits of a tile come before the third products of the tile before.
-    """
-
-    block_cols: int
-    num_stages: int
-    steps1: int
-    steps2: int
-    logits_first: bool
-
-    @property
-    def stationary_rows(self) -> int:
-        return BOTH_ROWS
-
-    @property
-    def threads(self) -> int:
-        return 128 * 3
-
-    def boxes(self, kernel: str) -> tuple[int, int]:
-        rows, cols = self.stationary_rows, self.block_cols
-        return (rows, cols) if kernel == "backward_dq_both_sm90" else (cols, rows)
-
-    def shared_memory(self, kernel: str, dim1: int, dim2: int) -> int:
-        row = _panel_row_bytes(dim1) + _panel_row_bytes(dim2)
-        total = (self.stationary_rows + self.num_stages * self.block_cols) * row
-        total += PAIR_ZEROS_BYTES + 16 * (self.num_stages + 1)
-        if kernel == "backward_dk_both_sm90":
-            statistics = 2 * self.block_cols * ROW_STATISTICS_BYTES
-            total += self.num_stages * statistics + PAIR_WALK_BYTES
-        return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -576,13 +297,7 @@ class Choice:
     forward_tile: ForwardTile | WarpgroupTile | None = None
     strategy: str | None = None
     backward_kernel: str | None = None
-    backward_tiles: tuple[
-        tuple[
-            str,
-            BackwardTile | BackwardWarpgroupTile | FewTile | PairWarpgroupTile | BothWarpgroupTile,
-        ],
-        ...,
-    ] = ()
+    backward_tiles: tuple[tuple[str, AnyBackwardTile], ...] = ()
     both: bool | None = None
 
 
@@ -662,14 +377,14 @@ def forward(
     is_free = forced is None and choice.forward_kernel is None and choice.forward_tile is None
     if is_free and not has_entropy:  # the entropy's sum may not fit beside a tuned tile
         choice = _with_tuned_forward(choice, problem, device)
-    chosen = _forward(problem, device, forced, choice, has_entropy)
+    chosen = forward_by(problem, device, forced, choice, has_entropy)
     return _with_given(chosen, problem, given) if given else chosen
 
 
 def _with_given(chosen: ForwardPlan, problem: Problem, given: tuple[str, ...]) -> ForwardPlan:
     """The same, and ``replace_lse`` behind it."""
-    own_offset = _round_up(chosen.workspace_bytes, WORKSPACE_ALIGNMENT)
-    grid = _ceil_div(problem.num_rows, REPLACE_THREADS)
+    own_offset = round_up(chosen.workspace_bytes, WORKSPACE_ALIGNMENT)
+    grid = ceil_div(problem.num_rows, REPLACE_THREADS)
     replacing = (KernelPlan("replace_lse", (), grid, REPLACE_THREADS, 0),) if grid else ()
     return replace(
         chosen,
@@ -693,7 +408,7 @@ def _forced(force: str | None, kernels: tuple[str, ...]) -> str | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _forward(
+def forward_by(
     problem: Problem,
     device: DeviceFacts,
     force: str | None,
@@ -733,7 +448,7 @@ def _forward(
             dim2,
             rows,
             problem.kernel_mask,
-            device,
+            device.shared_memory_per_block,
             has_entropy,
             problem.has_softcap,
             arithmetic,
@@ -760,7 +475,7 @@ def _forward(
             blocks, max_splits(problem, tile, heads), device.num_sms * resident
         )
     visited = keys_of_tile(problem, tile.stationary_rows // heads)
-    num_splits = min(num_splits, max(1, _ceil_div(visited, tile.block_k)))
+    num_splits = min(num_splits, max(1, ceil_div(visited, tile.block_k)))
     blocks = num_blocks(problem, tile, heads)
     kernels = []
     table = key_table(problem, has_keys=False)
@@ -777,7 +492,7 @@ def _forward(
             kernels.append(reduce_splits(problem, num_splits, has_entropy))
     partial_bytes = (ENTROPY_STATE_FIELDS if has_entropy else STATE_FIELDS) * FLOAT_BYTES
     workspace = partial_bytes * num_splits * problem.num_rows if num_splits > 1 else 0
-    table_offset = _round_up(workspace, WORKSPACE_ALIGNMENT)
+    table_offset = round_up(workspace, WORKSPACE_ALIGNMENT)
     if table is not None:
         workspace = table_offset + table_bytes(problem, has_keys=False)
     name = (
@@ -787,7 +502,7 @@ def _forward(
         f"{f'_split{num_splits}' if num_splits > 1 else ''}{_mask_suffix(problem)}"
         f"{'_entropy' if has_entropy else ''}{_softcap_suffix(problem)}"
     )
-    num_tiles = _ceil_div(problem.num_queries, tile.stationary_rows // heads)
+    num_tiles = ceil_div(problem.num_queries, tile.stationary_rows // heads)
     return ForwardPlan(
         name,
         device.arch,
@@ -816,7 +531,7 @@ def key_table(problem: Problem, has_keys: bool) -> KernelPlan | None:
     if problem.ragged is None:
         return None
     num_intervals = table_bytes(problem, has_keys) // INTERVAL_BYTES
-    grid = _ceil_div(num_intervals, TABLE_THREADS)
+    grid = ceil_div(num_intervals, TABLE_THREADS)
     return KernelPlan("key_table", (), grid, TABLE_THREADS, 0) if grid else None
 
 
@@ -840,7 +555,7 @@ def heads_per_tile(problem: Problem, limit: int) -> int:
 
 def num_blocks(problem: Problem, tile: ForwardTile | WarpgroupTile, heads: int) -> int:
     """Blocks of the forward, if the keys are not split."""
-    num_tiles = _ceil_div(problem.num_queries, tile.stationary_rows // heads)
+    num_tiles = ceil_div(problem.num_queries, tile.stationary_rows // heads)
     return problem.batch * problem.num_heads // heads * num_tiles
 
 
@@ -882,7 +597,7 @@ def _keys_of_ragged_tile(problem: Problem, num_queries: int) -> int:
     right = 0 if problem.causal else right
     if left is not None and right is not None:
         most = min(most, left + right + min(num_queries, queries))
-    num_sequences = _ceil_div(num_queries, max(1, queries)) if ragged.is_packed else 1
+    num_sequences = ceil_div(num_queries, max(1, queries)) if ragged.is_packed else 1
     return min(problem.num_keys, num_sequences * most)
 
 
@@ -920,7 +635,7 @@ def _softcap_suffix(problem: Problem) -> str:
 def reduce_splits(problem: Problem, num_splits: int, has_entropy: bool = False) -> KernelPlan:
     """A row of few splits takes few lanes."""
     lanes = min(32, 1 << (num_splits - 1).bit_length())
-    grid = _ceil_div(problem.num_rows, REDUCE_THREADS // lanes)
+    grid = ceil_div(problem.num_rows, REDUCE_THREADS // lanes)
     template: Template = (("kLanesPerRow", lanes), ("kHasEntropy", has_entropy))
     return KernelPlan("reduce_splits", template, grid, REDUCE_THREADS, 0)
 
@@ -953,7 +668,7 @@ def warpgroup_tile(
     dims = bucket(problem.head_dim1), bucket(problem.head_dim2)
     is_packed = heads_per_tile(problem, WARPGROUP_ROWS) > 1
     listed = warpgroup_tiles(*dims, is_packed, has_entropy, problem.has_softcap)
-    tiles = [tile for tile in listed if _fits(tile, dims, device)]
+    tiles = [tile for tile in listed if tile.fits(*dims, device.shared_memory_per_block)]
     if choice.forward_tile is not None:
         tiles = [cast(WarpgroupTile, choice.forward_tile)]
     if not tiles:
@@ -973,13 +688,6 @@ def warpgroup_tile(
             times[tile, splits] = warpgroup_time(problem, device, tile, splits)
     return min(times, key=lambda tile_and_splits: times[tile_and_splits])
 
-
-def _fits(tile: WarpgroupTile, dims: tuple[int, int], device: DeviceFacts) -> bool:
-    return tile.fits(*dims, device.shared_memory_per_block)
-
-
-# Rows of the narrowest tile of forward_sm90, the only one that wide head dims have.
-WARPGROUP_ROWS = 128
 
 # Measured on an H200 in units of the time that a block of three consumers takes for 128 keys
 # (2.65 us at head dims of 128): the start and the end of a block, the merge of splits, and the
@@ -1010,7 +718,7 @@ def warpgroup_time(
 
     most = keys_of_tile(problem, tile.stationary_rows // heads)
     longest = of_block(most)
-    time = _ceil_div(blocks, device.num_sms) * longest
+    time = ceil_div(blocks, device.num_sms) * longest
     if problem.mask != "full":
         mean = mean_keys(problem, tile.stationary_rows // heads)
         evened_out = max(longest, blocks * of_block(mean) / device.num_sms)
@@ -1018,172 +726,6 @@ def warpgroup_time(
         equality = of_block(max(0, 2 * mean - most)) / longest
         time = equality * time + (1 - equality) * evened_out
     return time + (MERGE_OVERHEAD / width if num_splits > 1 else 0)
-
-
-def warpgroup_tiles(
-    dim1: int,
-    dim2: int,
-    is_packed: bool,
-    has_entropy: bool = False,
-    has_softcap: bool = False,
-) -> Iterator[WarpgroupTile]:
-    """Tiles for a pair of buckets, those that keep a multiprocessor busiest first.
-
-    Three consumers of 64 rows, as many stages as fit; two for grids that three would leave uneven.
-    Past head dimensions of 256 in all their queries do not fit beside two stages: two consumers,
-    whose queries live in registers.
-    """
-    if dim1 + dim2 <= 256:
-        # Beside the places of packed rows three consumers spill the tanh of softcaps.
-        for consumers in (2,) if is_packed and has_softcap else (3, 2):
-            stages = 5 if dim1 + dim2 <= 128 else 3 if dim1 + dim2 <= 192 else 2
-            yield WarpgroupTile(consumers, 128, stages, False)
-    elif dim1 + dim2 <= 320 and not has_entropy:  # whose sum spills beside such a tile
-        yield WarpgroupTile(2, 128, 2, True)
-    elif is_packed:
-        yield WarpgroupTile(2, 64, 3, True)
-    else:
-        yield WarpgroupTile(2, 80, 2, True)
-    yield WarpgroupTile(2, 80, 2, False)
-    yield WarpgroupTile(2, 64, 2, False)
-
-
-def warpgroup_template(
-    dtype: str,
-    dim1: int,
-    dim2: int,
-    tile: WarpgroupTile,
-    is_packed: bool,
-    mask: str,
-    has_entropy: bool = False,
-    has_softcap: bool = False,
-) -> Template:
-    """Template arguments of ``forward_sm90``."""
-    return (
-        ("Element", ELEMENTS[dtype]),
-        ("kHeadDim1", dim1),
-        ("kHeadDim2", dim2),
-        ("kNumConsumers", tile.num_consumers),
-        ("kBlockK", tile.block_k),
-        ("kNumStages", tile.num_stages),
-        ("kQueriesInRegisters", tile.queries_in_registers),
-        ("kIsPacked", is_packed),
-        ("kMask", mask),
-        ("kHasEntropy", has_entropy),
-        ("kHasSoftcap", has_softcap),
-    )
-
-
-# So many query rows are bound by reading the keys.
-FEW_QUERIES = 64
-
-
-def forward_tile(
-    dim1: int,
-    dim2: int,
-    num_rows: int,
-    mask: str,
-    device: DeviceFacts,
-    has_entropy: bool = False,
-    has_softcap: bool = False,
-    arithmetic: str = "bfloat16",
-) -> ForwardTile:
-    """Choose the tile of a pair of buckets; see `forward_tiles`."""
-    tiles = forward_tiles(dim1, dim2, num_rows, mask, has_entropy, has_softcap, arithmetic)
-    widths = padded(dim1, arithmetic), padded(dim2, arithmetic)
-    sizes = [tile.shared_memory(*widths) for tile in tiles]
-    if num_rows <= FEW_QUERIES:
-        # Bound by memory: what counts is bytes under way, and the list is in that order.
-        for tile, size in zip(tiles, sizes, strict=True):
-            if size <= device.shared_memory_per_block:
-                return tile
-    return _best_that_fits("forward_sm80", (dim1, dim2), tiles, sizes, device)
-
-
-def forward_tiles(
-    dim1: int,
-    dim2: int,
-    num_rows: int,
-    mask: str,
-    has_entropy: bool = False,
-    has_softcap: bool = False,
-    arithmetic: str = "bfloat16",
-) -> tuple[ForwardTile, ...]:
-    """Tiles for a pair of buckets and so many rows, the fastest first.
-
-    Few rows take tiles whose warps share the keys, so that a block is bound by memory and not by
-    one warp's products. Many queries take 32 rows a warp, which halves the shared memory traffic of
-    the keys; past head dimensions of 256 in all, 16 rows a warp with the queries in registers, so
-    that two blocks still fit. Masks with a beginning need a few registers more. Elements of 4 bytes
-    leave their queries in shared memory.
-    """
-    if arithmetic in WIDE:
-        return _wide_forward_tiles(dim1 + dim2, num_rows)
-    total = dim1 + dim2
-    if num_rows <= 16:
-        # Past 384, guarded loads of packed heads leave no registers for queries beside a mask's.
-        is_roomy = mask == PLAIN or total <= 384
-        return (
-            ForwardTile(1, 1, 4, 128, 32, 2, True),
-            ForwardTile(1, 1, 4, 64, 16, 2, is_roomy),
-            ForwardTile(1, 1, 2, 32, 16, 2, True),
-        )
-    if num_rows <= FEW_QUERIES:
-        return (ForwardTile(2, 2, 2, 64, 32, 2, False), ForwardTile(1, 4, 1, 32, 32, 2, True))
-    if total <= 128:
-        # A window's two ends, one sum a row more, or a tanh spill beside 64 columns of logits.
-        chunk_k = 32 if mask != PLAIN or has_entropy or has_softcap else 64
-        return (ForwardTile(2, 4, 1, 64, chunk_k, 2, True),)
-    if total <= 256:
-        return (ForwardTile(2, 4, 1, 32, 32, 2, False), ForwardTile(2, 4, 1, 32, 16, 2, True))
-    return (ForwardTile(1, 4, 1, 32, 32, 2, True), ForwardTile(1, 4, 1, 16, 16, 2, True))
-
-
-def _wide_forward_tiles(total: int, num_rows: int) -> tuple[ForwardTile, ...]:
-    if num_rows <= 16:
-        tiles = [
-            ForwardTile(1, 1, 4, 128, 32, 2, False),
-            ForwardTile(1, 1, 4, 64, 16, 2, False),
-        ]
-        # Past 384 its guarded loads spill.
-        tiles += [ForwardTile(1, 1, 2, 32, 16, 2, False)] * (total <= 384)
-    elif num_rows <= FEW_QUERIES:
-        tiles = [ForwardTile(2, 2, 2, 64, 32, 2, False), ForwardTile(1, 4, 1, 32, 32, 2, False)]
-    else:
-        tiles = [ForwardTile(2, 4, 1, 32, 32, 2, False), ForwardTile(1, 4, 1, 32, 32, 2, False)]
-    narrow = [ForwardTile(1, warps, 1, 16, 16, 2, False) for warps in (4, 2, 1)]
-    return (*tiles, *narrow)
-
-
-def forward_template(
-    dtype: str,
-    dim1: int,
-    dim2: int,
-    tile: ForwardTile,
-    aligned: bool,
-    is_packed: bool,
-    mask: str,
-    has_entropy: bool = False,
-    has_softcap: bool = False,
-) -> Template:
-    """Template arguments of ``forward_sm80``."""
-    return (
-        ("Element", ELEMENTS[dtype]),
-        ("kHeadDim1", dim1),
-        ("kHeadDim2", dim2),
-        ("kRowTiles", tile.row_tiles),
-        ("kNumWarpsQ", tile.num_warps_q),
-        ("kNumWarpsK", tile.num_warps_k),
-        ("kBlockK", tile.block_k),
-        ("kChunkK", tile.chunk_k),
-        ("kNumStages", tile.num_stages),
-        ("kQueriesInRegisters", tile.queries_in_registers),
-        ("kIsAligned", aligned),
-        ("kIsPacked", is_packed),
-        ("kMask", mask),
-        ("kHasEntropy", has_entropy),
-        ("kHasSoftcap", has_softcap),
-    )
 
 
 # A split of fewer keys costs more to merge than it saves.
@@ -1200,7 +742,7 @@ def choose_splits(blocks: int, max_splits: int, resident: int) -> int:
     """
     if blocks == 0 or blocks >= 4 * resident:
         return 1
-    limit = min(max_splits, _ceil_div(4 * resident, blocks))
+    limit = min(max_splits, ceil_div(4 * resident, blocks))
 
     def cost(splits: int) -> float:
         waves = blocks * splits / resident
@@ -1257,11 +799,11 @@ def backward(
     names = tuple(sorted(wrt))
     if given:  # which gives each side statistics of its own
         choice = replace(choice, both=False)
-    chosen = _backward(problem, device, names, strategy, deterministic, forced, choice)
+    chosen = backward_by(problem, device, names, strategy, deterministic, forced, choice)
     if not given:
         return chosen
     # dkl times the mass of P1.
-    offset = _round_up(chosen.workspace_bytes, WORKSPACE_ALIGNMENT)
+    offset = round_up(chosen.workspace_bytes, WORKSPACE_ALIGNMENT)
     return replace(
         chosen,
         name="_".join((chosen.name, "given", *given)),
@@ -1272,7 +814,7 @@ def backward(
 
 
 @functools.lru_cache(maxsize=4096)
-def _backward(
+def backward_by(
     problem: Problem,
     device: DeviceFacts,
     wrt: tuple[str, ...],
@@ -1312,10 +854,10 @@ def _backward(
     statistics_bytes = ROW_STATISTICS_BYTES * problem.num_rows
     if both is not None:
         statistics_bytes *= 2
-    max_dkl_offset = _round_up(statistics_bytes, WORKSPACE_ALIGNMENT)
+    max_dkl_offset = round_up(statistics_bytes, WORKSPACE_ALIGNMENT)
     scratch_offset = max_dkl_offset + (WORKSPACE_ALIGNMENT if problem.dtype == "float16" else 0)
     workspace = scratch_offset + max(side.scratch_bytes for side in sides)
-    table_offset = _round_up(workspace, WORKSPACE_ALIGNMENT)
+    table_offset = round_up(workspace, WORKSPACE_ALIGNMENT)
     table = key_table(problem, has_keys=True)
     if table is not None:
         workspace = table_offset + table_bytes(problem, has_keys=True)
@@ -1370,9 +912,9 @@ def _both(
             return None, 0
         tile = tiles.get(name)
         if not isinstance(tile, BothWarpgroupTile):
-            tile = both_warpgroup_tile(name, *dims, device)
+            tile = both_warpgroup_tile(name, *dims, device.shared_memory_per_block)
         assert tile is not None
-        num_blocks = _ceil_div(num_rows, tile.stationary_rows)
+        num_blocks = ceil_div(num_rows, tile.stationary_rows)
         made = KernelPlan(
             name,
             both_warpgroup_template(name, problem.dtype, *dims, tile),
@@ -1404,7 +946,7 @@ def why_not_both(kernel: str, problem: Problem, device: DeviceFacts) -> str:
             f"{problem.group1} and {problem.group2}"
         )
     dims = bucket(problem.head_dim1), bucket(problem.head_dim2)
-    if both_warpgroup_tile(kernel, *dims, device) is None:
+    if both_warpgroup_tile(kernel, *dims, device.shared_memory_per_block) is None:
         return f"expected head dimensions whose tile fits; got {dims[0]} and {dims[1]}"
     return ""
 
@@ -1444,7 +986,7 @@ def use_both(
         return False
     if 4 * len(both.kernels) + 3 * num_left > products:
         return False
-    query_blocks = problem.batch * problem.num_heads * _ceil_div(problem.num_queries, BOTH_ROWS)
+    query_blocks = problem.batch * problem.num_heads * ceil_div(problem.num_queries, BOTH_ROWS)
     return 4 * query_blocks >= 3 * device.num_sms or problem.num_queries >= problem.num_keys
 
 
@@ -1467,6 +1009,7 @@ def _side(
     if strategy == "auto" and choice.strategy is not None:
         strategy = choice.strategy
     tiles, arithmetic = dict(choice.backward_tiles), problem.arithmetic
+    limit = device.shared_memory_per_block
     if arithmetic in WIDE and strategy == "fused":
         expected, remedy = (
             f'"auto" or "separate" with {problem.dtype} inputs on a GPU',
@@ -1474,7 +1017,7 @@ def _side(
         )
         raise PlanError(message("strategy", expected, repr(strategy), remedy))
     dim1, dim2 = bucket(problem.head_dim1), bucket(problem.head_dim2)
-    _, trained = _fixed_and_trained(dim1, dim2, side)
+    _, trained = fixed_and_trained(dim1, dim2, side)
     heads = problem.batch * problem.num_heads
     key_heads = problem.batch * (problem.num_key_heads1 if side == 1 else problem.num_key_heads2)
 
@@ -1489,17 +1032,17 @@ def _side(
         if name in PAIR_KERNELS:
             if not isinstance(tile, PairWarpgroupTile):
                 tile = pair_warpgroup_tile(
-                    name, dim1, dim2, side, device, problem.kernel_mask, problem.has_softcap
+                    name, dim1, dim2, side, limit, problem.kernel_mask, problem.has_softcap
                 )
             assert tile is not None
             template = pair_warpgroup_template(name, problem.dtype, side, dim1, dim2, tile)
             boxes = tile.boxes(name)
-            smem = tile.shared_memory(name, *_fixed_and_trained(dim1, dim2, side))
+            smem = tile.shared_memory(name, *fixed_and_trained(dim1, dim2, side))
         elif name == "backward_few_sm90":
             if not isinstance(tile, FewTile) or tile.rows < few_rows(problem, side):
                 tile = few_tile(problem, side, device)
             assert tile is not None
-            num_tiles = _ceil_div(num_rows, FEW_BLOCK_K) * num_heads
+            num_tiles = ceil_div(num_rows, FEW_BLOCK_K) * num_heads
             few = few_template(
                 problem.dtype, side, dim1, dim2, tile, has_dq, has_dk, problem.has_softcap
             )
@@ -1508,7 +1051,7 @@ def _side(
             return KernelPlan(name, few, grid, tile.threads, smem, boxes), num_tiles
         elif name == "backward_fused_sm90":
             if not isinstance(tile, BackwardWarpgroupTile):
-                tile = backward_warpgroup_tile(dim1, dim2, side, device, problem.has_softcap)
+                tile = backward_warpgroup_tile(dim1, dim2, side, limit, problem.has_softcap)
             assert tile is not None
             template = backward_warpgroup_template(
                 problem.dtype, side, dim1, dim2, tile, has_dk, deterministic
@@ -1518,7 +1061,7 @@ def _side(
             if not isinstance(tile, BackwardTile):
                 aligned, mask = problem.aligned, problem.kernel_mask
                 tile = backward_tile(
-                    name, dim1, dim2, side, device, aligned, mask, problem.has_softcap, arithmetic
+                    name, dim1, dim2, side, limit, aligned, mask, problem.has_softcap, arithmetic
                 )
             template = backward_template(
                 name, arithmetic, side, dim1, dim2, tile, problem.aligned, has_dk
@@ -1529,7 +1072,7 @@ def _side(
             ("kMask", problem.kernel_mask),
             ("kHasSoftcap", problem.has_softcap),
         )
-        num_blocks = _ceil_div(num_rows, tile.stationary_rows)
+        num_blocks = ceil_div(num_rows, tile.stationary_rows)
         if num_blocks * num_heads == 0:
             return None, 0
         grid = num_blocks * num_heads
@@ -1563,12 +1106,12 @@ def _side(
                 dk = candidate
         if fused is not None:
             num_tiles = heads // heads_per_tile
-            row_tiles = _ceil_div(problem.num_queries * heads_per_tile, 16)
+            row_tiles = ceil_div(problem.num_queries * heads_per_tile, 16)
             scratch = num_tiles * row_tiles * 16 * trained * FLOAT_BYTES
             if deterministic:
                 counts_offset, num_interleaved = scratch, alternating
-                scratch += heads * _ceil_div(problem.num_queries, FUSED_BLOCK_Q) * COUNT_BYTES
-            grid = num_tiles * _ceil_div(row_tiles * trained // 8 * 32, FINISH_THREADS)
+                scratch += heads * ceil_div(problem.num_queries, FUSED_BLOCK_Q) * COUNT_BYTES
+            grid = num_tiles * ceil_div(row_tiles * trained // 8 * 32, FINISH_THREADS)
             template: Template = (("Element", ELEMENTS[problem.dtype]), ("kHeadDim", trained))
             finish = KernelPlan("backward_finish", template, grid, FINISH_THREADS, 0)
     if dq is not None and dk is not None and (dq.boxes is None) != (dk.boxes is None):
@@ -1582,7 +1125,7 @@ def _side(
         weighted = serves_both or any(
             step is not None and step.boxes is not None for step in (fused, dq, dk)
         )
-        grid = _ceil_div(problem.num_rows, PREPARE_THREADS)
+        grid = ceil_div(problem.num_rows, PREPARE_THREADS)
         template = (("kSide", side), ("kIsWeighted", weighted))
         prepare = KernelPlan("backward_prepare", template, grid, PREPARE_THREADS, 0)
     # Those of side 2 come first.
@@ -1644,7 +1187,7 @@ def backward_kernel(
     if not reason and problem.num_queries == 0:
         reason = "expected at least one query"
     dim1, dim2 = bucket(problem.head_dim1), bucket(problem.head_dim2)
-    if not reason and not has_hopper_tile(hopper, dim1, dim2, side, device):
+    if not reason and not has_hopper_tile(hopper, dim1, dim2, side, device.shared_memory_per_block):
         reason = f"expected head dimensions whose tile fits; got {dim1} and {dim2}"
     if reason and asked == hopper:
         raise PlanError(f"{hopper}: {reason}. Unset STREAMKL_FORCE to let the plan choose")
@@ -1653,8 +1196,6 @@ def backward_kernel(
 
 
 FEW_FUSED_QUERIES = 16
-# Rows that a tile of backward_few_sm90 may have.
-FEW_ROWS = (16, 32, 64)
 
 
 def why_not_few(problem: Problem, device: DeviceFacts, side: int) -> str:
@@ -1701,7 +1242,7 @@ def few_pays(
     """
     if heads_per_key(problem, side) > 1 or has_dk:
         return True
-    tiles = _ceil_div(problem.num_keys, FEW_BLOCK_K)
+    tiles = ceil_div(problem.num_keys, FEW_BLOCK_K)
     return 2 * problem.batch * problem.num_heads < device.num_sms and tiles >= FEWEST_TILES_OF_DQ
 
 
@@ -1718,52 +1259,12 @@ def few_rows(problem: Problem, side: int) -> int:
 def few_tile(problem: Problem, side: int, device: DeviceFacts) -> FewTile | None:
     """Choose the tile of ``backward_few_sm90``; None if there is none for these rows and head
     dimensions."""
-    candidates = tile_candidates("backward_few_sm90", problem, device, side)
-    return cast(FewTile, candidates[0]) if candidates else None
-
-
-def few_tiles(dim1: int, dim2: int, side: int) -> Iterator[FewTile]:
-    """Tiles for a pair of buckets, those of fewer rows first, and of them those of more stages.
-
-    Sums of more than 128 columns leave no registers for more than 16 rows.
-    """
-    _, trained = _fixed_and_trained(dim1, dim2, side)
-    for rows, num_stages in itertools.product(FEW_ROWS, (8, 6, 4, 2)):
-        if rows <= 16 or trained <= 128:
-            yield FewTile(rows, num_stages)
-
-
-def few_of_each_size(dim1: int, dim2: int, side: int, device: DeviceFacts) -> tuple[FewTile, ...]:
-    """The tile of each number of rows that a pair of buckets has on a card."""
-    found: dict[int, FewTile] = {}
-    for tile in few_tiles(dim1, dim2, side) if device.arch == "sm_90a" else ():
-        if tile.shared_memory(dim1, dim2) <= device.shared_memory_per_block:
-            found.setdefault(tile.rows, tile)
-    return tuple(found.values())
-
-
-def few_template(
-    dtype: str,
-    side: int,
-    dim1: int,
-    dim2: int,
-    tile: FewTile,
-    has_dq: bool = True,
-    has_dk: bool = True,
-    has_softcap: bool = False,
-) -> Template:
-    """Template arguments of ``backward_few_sm90``."""
-    return (
-        ("Element", ELEMENTS[dtype]),
-        ("kSide", side),
-        ("kHeadDim1", dim1),
-        ("kHeadDim2", dim2),
-        ("kRows", tile.rows),
-        ("kNumStages", tile.num_stages),
-        ("kHasDq", has_dq),
-        ("kHasDk", has_dk),
-        ("kHasSoftcap", has_softcap),
-    )
+    dims = bucket(problem.head_dim1), bucket(problem.head_dim2)
+    for tile in few_tiles(*dims, side):
+        fits = tile.shared_memory(*dims) <= device.shared_memory_per_block
+        if fits and tile.rows >= few_rows(problem, side):
+            return tile
+    return None
 
 
 def use_fused(
@@ -1822,7 +1323,7 @@ def why_not_ordered(
     return "" if name == "backward_fused_sm90" else f"expected backward_fused_sm90; got {name}"
 
 
-# From the sum of one block in a tile to that of the next, in times of a tile.
+# From the sum of one block in a tile to that of the next, in times of a tile: an estimate.
 FOLLOW_TIME = 0.5
 # Blocks of one head that run at once follow each other at that distance; so many lose little.
 FEW_FOLLOWERS = 16
@@ -1860,339 +1361,8 @@ def interleaved(problem: Problem, side: int, num_blocks: int, device: DeviceFact
 def _heads_that_hide_order(problem: Problem, side: int, device: DeviceFacts) -> int:
     """How many heads have to be in flight so that the card is busy while all blocks of a head pass
     a tile, one after the other."""
-    tiles = _ceil_div(problem.num_queries, FUSED_BLOCK_Q)
+    tiles = ceil_div(problem.num_queries, FUSED_BLOCK_Q)
     return math.ceil(device.num_sms * FOLLOW_TIME / (tiles * heads_per_key(problem, side)))
-
-
-def backward_tile(
-    kernel: str,
-    dim1: int,
-    dim2: int,
-    side: int,
-    device: DeviceFacts,
-    aligned: bool,
-    mask: str,
-    has_softcap: bool,
-    arithmetic: str = "bfloat16",
-) -> BackwardTile:
-    """Choose the tile of a kernel and a pair of buckets; see `backward_tiles`."""
-    tiles = backward_tiles(kernel, dim1, dim2, side, aligned, mask, has_softcap, arithmetic)
-    widths = padded(dim1, arithmetic), padded(dim2, arithmetic)
-    sizes = [tile.shared_memory(kernel, *widths) + STATIC_BYTES for tile in tiles]
-    return _best_that_fits(kernel, (dim1, dim2), tiles, sizes, device)
-
-
-def backward_tiles(
-    kernel: str,
-    dim1: int,
-    dim2: int,
-    side: int,
-    aligned: bool,
-    mask: str,
-    has_softcap: bool,
-    arithmetic: str = "bfloat16",
-) -> tuple[BackwardTile, ...]:
-    """Tiles for a pair of buckets, the fastest first.
-
-    As many rows a warp as its accumulators leave registers for, and what else needs them: guarded
-    loads where addresses or strides are not aligned, masks, and softcaps.
-    """
-    _, trained = _fixed_and_trained(dim1, dim2, side)
-    if arithmetic in WIDE:
-        # Sums of 128 columns leave few registers for dS in parts.
-        is_roomy = (
-            aligned and mask == PLAIN and (arithmetic == "tf32" or kernel == "backward_dk_sm80")
-        )
-        chunk = 32 if trained <= 96 or is_roomy else 16
-        is_plain = aligned and mask == PLAIN and not has_softcap
-        return _wide_backward_tiles(dim1 + dim2, trained, chunk, is_plain)
-    large = (BackwardTile(2, 4, 48, 48, 2),) if trained <= 64 and dim1 + dim2 <= 128 else ()
-    if kernel == "backward_dk_sm80" and not aligned and mask == "kRagged":
-        large = ()
-    medium = (BackwardTile(2, 4, 32, 32, 2),) if trained <= 128 and dim1 + dim2 <= 256 else ()
-    is_plain = aligned and mask == PLAIN and not has_softcap
-    if kernel == "backward_dq_sm80" and not is_plain and dim1 + dim2 > 128:
-        medium = ()
-    if kernel == "backward_fused_sm80" and mask == "kRagged" and dim1 + dim2 > 128:
-        medium = ()
-    if has_softcap and mask != PLAIN:
-        large, medium = (), ()
-    # The fused kernel's dQ needs registers, too, and more of them in fewer warps.
-    crowded = kernel == "backward_fused_sm80" and trained > 192
-    small = () if crowded else (BackwardTile(1, 4, 32, 32, 2),)
-    return (
-        *large,
-        *medium,
-        *small,
-        BackwardTile(1, 8, 32, 32, 2),
-        BackwardTile(1, 4, 16, 16, 2),
-        BackwardTile(1, 2, 16, 16, 2),
-    )
-
-
-def _wide_backward_tiles(
-    total: int, trained: int, chunk: int, is_plain: bool
-) -> tuple[BackwardTile, ...]:
-    """Those of elements of 4 bytes: eight warps where they fit, as one waits for its splits."""
-    tiles = [BackwardTile(1, warps, 16, 16, 2) for warps in (4, 2, 1)]
-    if trained <= (192 if is_plain else 128):
-        tiles.insert(0, BackwardTile(1, 4, 32, 32 if trained <= 96 else 16, 2))
-    if trained <= 128:
-        tiles.insert(0, BackwardTile(1, 8, 32, chunk, 2))
-    if trained <= 64 and total <= 128:
-        tiles.insert(0, BackwardTile(2, 4, 32, 16, 2))
-    return tuple(tiles)
-
-
-def has_hopper_tile(kernel: str, dim1: int, dim2: int, side: int, device: DeviceFacts) -> bool:
-    """Whether a Hopper kernel has a tile for a pair of buckets."""
-    if kernel == "backward_fused_sm90":
-        return backward_warpgroup_tile(dim1, dim2, side, device) is not None
-    return pair_warpgroup_tile(kernel, dim1, dim2, side, device) is not None
-
-
-def backward_warpgroup_tile(
-    dim1: int, dim2: int, side: int, device: DeviceFacts, has_softcap: bool = False
-) -> BackwardWarpgroupTile | None:
-    """Choose the tile of ``backward_fused_sm90``; None if there is none for these dimensions."""
-    for tile in backward_warpgroup_tiles(dim1, dim2, side, has_softcap):
-        if tile.shared_memory(dim1, dim2, side) <= device.shared_memory_per_block:
-            return tile
-    return None
-
-
-# Registers of a consumer that softcaps need beside what fits without them: all of these for the
-# separate kernels, half of them for the fused one, whose operands take 4 a step.
-REGISTERS_OF_SOFTCAP = 16
-
-
-def backward_warpgroup_tiles(
-    dim1: int, dim2: int, side: int, has_softcap: bool = False
-) -> Iterator[BackwardWarpgroupTile]:
-    """Tiles for a pair of buckets, the fastest first.
-
-    What the sums of dK leave of the registers goes to the stationary operands; sums of more than
-    128 columns leave none for the logits: there the fused kernel has no tile. The other side may
-    have any head dimension that leaves two stages, or else one buffer. Side 1 is the fastest with
-    as many stages as fit, side 2 with two, 6 % at head dimensions of 128 and 64.
-    """
-    _, trained = _fixed_and_trained(dim1, dim2, side)
-    if trained > 128:
-        return
-    spare = (128 if dim1 + dim2 > 256 else 192) - trained
-    steps = min(spare // 8, 12, (dim1 + dim2) // 16)
-    if has_softcap:
-        steps = max(0, steps - REGISTERS_OF_SOFTCAP // 8)
-    shallow = ((2, 1), (2, 2)) if dim1 == dim2 else ((2, 2), (2, 1))
-    deep = ((5, 2), (4, 2), (3, 2))
-    for num_stages, num_buffers in (*shallow, *deep) if side == 2 else (*deep, (2, 2), (2, 1)):
-        yield BackwardWarpgroupTile(2, num_stages, num_buffers, steps)
-
-
-def backward_warpgroup_template(
-    dtype: str,
-    side: int,
-    dim1: int,
-    dim2: int,
-    tile: BackwardWarpgroupTile,
-    has_dk: bool = True,
-    is_ordered: bool = False,
-) -> Template:
-    """Template arguments of ``backward_fused_sm90``."""
-    return (
-        ("Element", ELEMENTS[dtype]),
-        ("kSide", side),
-        ("kHeadDim1", dim1),
-        ("kHeadDim2", dim2),
-        ("kNumConsumers", tile.num_consumers),
-        ("kNumStages", tile.num_stages),
-        ("kNumBuffers", tile.num_buffers),
-        ("kRegisterSteps", tile.register_steps),
-        ("kHasDk", has_dk),
-        ("kIsOrdered", is_ordered),
-    )
-
-
-# Hopper's kernels that have a fixed order of sums.
-PAIR_KERNELS = ("backward_dq_sm90", "backward_dk_sm90")
-# A consumer's registers, and what it needs of them besides tiles and sums: in dK's kernel more of
-# them where the sums are wide.
-CONSUMER_REGISTERS = 240
-SPARE_REGISTERS, SPARE_REGISTERS_OF_WIDE_DK = 32, 48
-REGISTERS_OF_TABLE = 8
-# More steps in registers were slower: what they take, the exponentials lack.
-MOST_STEPS = 12
-
-
-def pair_warpgroup_tile(
-    kernel: str,
-    dim1: int,
-    dim2: int,
-    side: int,
-    device: DeviceFacts,
-    mask: str = PLAIN,
-    has_softcap: bool = False,
-) -> PairWarpgroupTile | None:
-    """Choose the tile of a separate Hopper kernel; None if none fits the card."""
-    fixed, trained = _fixed_and_trained(dim1, dim2, side)
-    for tile in pair_warpgroup_tiles(kernel, fixed, trained, mask, has_softcap):
-        if tile.shared_memory(kernel, fixed, trained) <= device.shared_memory_per_block:
-            return tile
-    return None
-
-
-def pair_warpgroup_tiles(
-    kernel: str, fixed: int, trained: int, mask: str = PLAIN, has_softcap: bool = False
-) -> Iterator[PairWarpgroupTile]:
-    """Tiles for the buckets of the two sides, the fastest first.
-
-    Two consumers; the widest tiles whose logits and gradients leave room for the sums, as many
-    stages as fit, and the rest of the registers for the stationary operands, less those that find
-    the way to the table of a ragged batch.
-    """
-    is_wide_dk = kernel == "backward_dk_sm90" and trained > 128
-    registers = CONSUMER_REGISTERS - (SPARE_REGISTERS_OF_WIDE_DK if is_wide_dk else SPARE_REGISTERS)
-    if has_softcap:
-        registers -= REGISTERS_OF_SOFTCAP
-    if mask == "kRagged" and trained > 192:
-        registers -= REGISTERS_OF_TABLE
-    for block_cols in (64, 48, 32):
-        left = registers - trained // 2 - block_cols - block_cols // 4
-        if left < 0:
-            continue
-        steps = min(left // 4, MOST_STEPS)
-        fixed_steps = min(steps, fixed // 16)
-        trained_steps = min(steps - fixed_steps, trained // 16)
-        for fixed_stages, trained_stages in ((4, 4), (3, 4), (3, 3), (2, 3)):
-            yield PairWarpgroupTile(
-                2, block_cols, fixed_stages, trained_stages, fixed_steps, trained_steps
-            )
-
-
-def pair_warpgroup_template(
-    kernel: str, dtype: str, side: int, dim1: int, dim2: int, tile: PairWarpgroupTile
-) -> Template:
-    """Template arguments of a separate Hopper kernel."""
-    streamed = "K" if kernel == "backward_dq_sm90" else "Q"
-    return (
-        ("Element", ELEMENTS[dtype]),
-        ("kSide", side),
-        ("kHeadDim1", dim1),
-        ("kHeadDim2", dim2),
-        ("kNumConsumers", tile.num_consumers),
-        (f"kBlock{streamed}", tile.block_cols),
-        ("kFixedStages", tile.fixed_stages),
-        ("kTrainedStages", tile.trained_stages),
-        ("kFixedSteps", tile.fixed_steps),
-        ("kTrainedSteps", tile.trained_steps),
-    )
-
-
-# Hopper's kernels of both sides.
-BOTH_KERNELS = ("backward_dq_both_sm90", "backward_dk_both_sm90")
-
-
-def both_warpgroup_tile(
-    kernel: str, dim1: int, dim2: int, device: DeviceFacts
-) -> BothWarpgroupTile | None:
-    """Choose the tile of a kernel of both sides; None if none fits the card."""
-    for tile in both_warpgroup_tiles(kernel, dim1, dim2):
-        if tile.shared_memory(kernel, dim1, dim2) <= device.shared_memory_per_block:
-            return tile
-    return None
-
-
-def both_warpgroup_tiles(kernel: str, dim1: int, dim2: int) -> Iterator[BothWarpgroupTile]:
-    """Tiles for a pair of buckets, the fastest first.
-
-    Sums of more than 256 columns in all leave no registers for the logits. Those of more than 192
-    leave some for the logits of both sides beside the gradients of the tile before if the tile is
-    narrow: the faster way for dQ. What is left goes to the stationary operands.
-    """
-    total = dim1 + dim2
-    if total > 256:
-        return
-    is_dq = kernel == "backward_dq_both_sm90"
-    logits_first = is_dq or total <= 192
-    block_cols = 48 if is_dq and total > 192 else 64
-    steps = 8 if total <= 128 else 0 if not is_dq and total <= 192 else 2
-    steps1 = min(steps // 4 * 2, dim1 // 16)
-    steps2 = min(steps - steps1, dim2 // 16)
-    for num_stages in (6, 5, 4, 3, 2):
-        yield BothWarpgroupTile(block_cols, num_stages, steps1, steps2, logits_first)
-
-
-def both_warpgroup_template(
-    kernel: str, dtype: str, dim1: int, dim2: int, tile: BothWarpgroupTile
-) -> Template:
-    """Template arguments of a kernel of both sides."""
-    streamed = "K" if kernel == "backward_dq_both_sm90" else "Q"
-    return (
-        ("Element", ELEMENTS[dtype]),
-        ("kHeadDim1", dim1),
-        ("kHeadDim2", dim2),
-        (f"kBlock{streamed}", tile.block_cols),
-        ("kNumStages", tile.num_stages),
-        ("kSteps1", tile.steps1),
-        ("kSteps2", tile.steps2),
-        ("kLogitsFirst", tile.logits_first),
-    )
-
-
-def _best_that_fits(
-    kernel: str,
-    dims: tuple[int, int],
-    tiles: tuple[Tile, ...],
-    sizes: list[int],
-    device: DeviceFacts,
-) -> Tile:
-    """The tile that keeps the most stationary rows on a multiprocessor; the first of equals.
-
-    Two blocks hide each other's waits (more are not counted), and rows share what is streamed past
-    them.
-    """
-    limit = device.shared_memory_per_block
-    fitting = {tile: size for tile, size in zip(tiles, sizes, strict=True) if size <= limit}
-    if not fitting:
-        raise PlanError(f"{kernel}: no tile for head dims {dims} fits {limit} bytes of memory")
-
-    def resident_rows(tile: Tile) -> int:
-        num_blocks = (limit + RESERVED_BYTES) // (fitting[tile] + RESERVED_BYTES)
-        return min(2, num_blocks) * tile.stationary_rows
-
-    return max(fitting, key=resident_rows)
-
-
-def backward_template(
-    kernel: str,
-    dtype: str,
-    side: int,
-    dim1: int,
-    dim2: int,
-    tile: BackwardTile,
-    aligned: bool,
-    has_dk: bool = True,
-) -> Template:
-    """Template arguments of a backward kernel."""
-    head: Template = (
-        ("Element", ELEMENTS[dtype]),
-        ("kSide", side),
-        ("kHeadDim1", dim1),
-        ("kHeadDim2", dim2),
-        ("kRowTiles", tile.row_tiles),
-        ("kNumWarps", tile.num_warps),
-    )
-    tail: Template = (("kNumStages", tile.num_stages), ("kIsAligned", aligned))
-    if kernel == "backward_fused_sm80":
-        stages, is_aligned = tail
-        return (*head, ("kBlockQ", tile.block_cols), stages, ("kHasDk", has_dk), is_aligned)
-    streamed = "K" if kernel == "backward_dq_sm80" else "Q"
-    return (
-        *head,
-        (f"kBlock{streamed}", tile.block_cols),
-        (f"kChunk{streamed}", tile.chunk_cols),
-        *tail,
-    )
 
 
 # -------------------------------------------------------------------------------------------------
@@ -2210,14 +1380,14 @@ def merge(num_rows: int, num_states: int, device: DeviceFacts) -> MergePlan:
     takes = [(0, min(num_states, MERGED_AT_ONCE))]
     while (first := takes[-1][1]) < num_states:
         takes.append((first, min(num_states, first + MERGED_AT_ONCE - 1)))
-    grid = _ceil_div(num_rows, MERGE_THREADS)
+    grid = ceil_div(num_rows, MERGE_THREADS)
     kernel = KernelPlan("merge_states", (), grid, MERGE_THREADS, 0)
     kernels = (kernel,) * len(takes) if num_rows else ()
     return MergePlan(f"merge_states_{num_states}", device.arch, kernels, tuple(takes))
 
 
 # -------------------------------------------------------------------------------------------------
-# Candidates: what a measurement may choose among, and what it has chosen
+# What was measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -2356,331 +1526,5 @@ def _with_tuned_backward(
     )
 
 
-def tile_candidates(
-    kernel: str, problem: Problem, device: DeviceFacts, side: int = 0
-) -> tuple[
-    ForwardTile
-    | WarpgroupTile
-    | BackwardTile
-    | BackwardWarpgroupTile
-    | FewTile
-    | PairWarpgroupTile
-    | BothWarpgroupTile,
-    ...,
-]:
-    """Every tile of a kernel that fits the card, not only the one that the plan takes.
-
-    A sweep compiles them first: one that spills registers is no candidate.
-
-    Parameters
-    ----------
-    kernel
-        One that has tiles.
-    problem, device
-        What to compute, and where.
-    side
-        Of a backward kernel.
-    """
-    dims = bucket(problem.head_dim1), bucket(problem.head_dim2)
-    arithmetic, limit = problem.arithmetic, device.shared_memory_per_block
-    if arithmetic in WIDE and kernel not in ("forward_sm80", *PORTABLE_PAIR):
-        return ()
-    widths = padded(dims[0], arithmetic), padded(dims[1], arithmetic)
-    if kernel == "forward_sm80":
-        few = dict.fromkeys(
-            tile
-            for rows in ROW_CLASSES
-            for tile in forward_tiles(
-                *dims,
-                rows,
-                problem.kernel_mask,
-                has_softcap=problem.has_softcap,
-                arithmetic=arithmetic,
-            )
-        )
-        return tuple(tile for tile in few if tile.shared_memory(*widths) <= limit)
-    if kernel == "forward_sm90":
-        is_packed = heads_per_tile(problem, WARPGROUP_ROWS) > 1
-        listed = warpgroup_tiles(*dims, is_packed, has_softcap=problem.has_softcap)
-        wide = dict.fromkeys((*listed, *warpgroup_grid(*dims, limit)))
-        return tuple(tile for tile in wide if tile.fits(*dims, limit))
-    if kernel in PAIR_KERNELS:
-        fixed, trained = _fixed_and_trained(*dims, side)
-        pair = pair_warpgroup_tiles(
-            kernel, fixed, trained, problem.kernel_mask, problem.has_softcap
-        )
-        return tuple(tile for tile in pair if tile.shared_memory(kernel, fixed, trained) <= limit)
-    if kernel in BOTH_KERNELS:
-        both = both_warpgroup_tiles(kernel, *dims)
-        return tuple(tile for tile in both if tile.shared_memory(kernel, *dims) <= limit)
-    if kernel == "backward_few_sm90":
-        num_rows = few_rows(problem, side)
-        wide_enough = (tile for tile in few_tiles(*dims, side) if tile.rows >= num_rows)
-        return tuple(tile for tile in wide_enough if tile.shared_memory(*dims) <= limit)
-    if kernel == "backward_fused_sm90":
-        cut = backward_warpgroup_tiles(*dims, side, problem.has_softcap)
-        return tuple(tile for tile in cut if tile.shared_memory(*dims, side) <= limit)
-    aligned, mask = problem.aligned, problem.kernel_mask
-    cuts = backward_tiles(kernel, *dims, side, aligned, mask, problem.has_softcap, arithmetic)
-    return tuple(
-        tile for tile in cuts if tile.shared_memory(kernel, *widths) + STATIC_BYTES <= limit
-    )
-
-
-def warpgroup_grid(dim1: int, dim2: int, limit: int) -> Iterator[WarpgroupTile]:
-    """Tiles of ``forward_sm90`` around those that `warpgroup_tiles` lists, each with the most
-    stages that fit, up to four."""
-    for consumers, block_k, resident in itertools.product((3, 2), (64, 96, 128), (False, True)):
-        sized = (WarpgroupTile(consumers, block_k, stages, resident) for stages in (4, 3, 2))
-        yield from itertools.islice((tile for tile in sized if tile.fits(dim1, dim2, limit)), 1)
-
-
-def forward_candidates(problem: Problem, device: DeviceFacts) -> dict[ForwardPlan, Choice]:
-    """Different plans of a forward, each with the choice that leads to it whatever was tuned; the
-    plan's own first.
-
-    Every kernel and tile, each with the keys whole, split as the plan would, and split so that the
-    blocks fill the multiprocessors one to four times.
-    """
-    device = replace(device, tuned=())
-    own = _forward(problem, device, None, NO_CHOICE)
-    kernel = own.kernels[0].kernel if own.kernels else None
-    found = {own: Choice(own.num_splits, kernel, own.tile)}
-    for kernel in FORWARD_KERNELS:
-        if kernel == "forward_sm90" and why_not_sm90(problem, device):
-            continue
-        for tile in tile_candidates(kernel, problem, device):
-            choice = Choice(forward_kernel=kernel, forward_tile=cast(Any, tile))
-            free = _forward(problem, device, None, choice)
-            blocks = num_blocks(problem, free.tile, free.heads_per_tile)
-            waves = [times * device.num_sms // max(1, blocks) for times in (1, 2, 3, 4)]
-            for splits in dict.fromkeys((free.num_splits, 1, *waves)):
-                if 1 <= splits <= max_splits(problem, free.tile, free.heads_per_tile):
-                    split = replace(choice, num_splits=splits)
-                    found.setdefault(_forward(problem, device, None, split), split)
-    return found
-
-
 # Stands for its generation, see `Choice`.
 PORTABLE = "backward_dq_sm80"
-
-
-def backward_candidates(
-    problem: Problem, device: DeviceFacts, wrt: tuple[str, ...], *, deterministic: bool = False
-) -> dict[BackwardPlan, Choice]:
-    """Different plans of the gradients of one side, with the choices that lead to them; the plan's
-    own first.
-
-    Both strategies, by the plan's kernels and by the portable ones, and in each the tiles of one
-    kernel at a time: those of two kernels can be measured apart and put together.
-    """
-    device, wrt = replace(device, tuned=()), tuple(sorted(wrt))
-
-    def planned(choice: Choice) -> BackwardPlan:
-        return _backward(problem, device, wrt, "auto", deterministic, None, choice)
-
-    own = planned(NO_CHOICE)
-    is_fused = any(side.fused is not None for side in own.sides)
-    found = {own: Choice(strategy="fused" if is_fused else "separate")}
-    strategies = ("separate",) if problem.arithmetic in WIDE else ("separate", "fused")
-    for strategy, generation in itertools.product(strategies, (None, PORTABLE)):
-        base = Choice(strategy=strategy, backward_kernel=generation)
-        found.setdefault(planned(base), base)
-        for side in planned(base).sides:
-            for kernel in (side.fused, side.dq, side.dk):
-                if kernel is None:
-                    continue
-                for tile in tile_candidates(kernel.kernel, problem, device, side.side):
-                    cut = replace(base, backward_tiles=((kernel.kernel, cast(Any, tile)),))
-                    found.setdefault(planned(cut), cut)
-    return found
-
-
-# -------------------------------------------------------------------------------------------------
-# What exists
-
-
-# As Problem.kernel_mask names them.
-MASKS = (PLAIN, "kWindow", "kRagged")
-ROW_CLASSES = (1, FEW_QUERIES, 4096)  # so many rows for each kind of tile of forward_sm80
-# Pairs of unequal head dims that the benchmarks name.
-UNEQUAL_PAIRS = ((192, 64), (128, 32))
-FULLY_DECLARED = ("sm_80", "sm_90a")
-SAMPLE_SIZE = 24
-
-Specialisation: TypeAlias = tuple[str, Template]
-
-
-OF_FINISHED_ROWS: tuple[Specialisation, ...] = (("merge_states", ()), ("replace_lse", ()))
-
-
-def specialisations(arch: str) -> tuple[Specialisation, ...]:
-    """Everything that a plan can return on a card of this architecture, each once."""
-    pairs = [(dim1, dim2) for dim1 in BUCKETS for dim2 in BUCKETS]
-    of_elements = dict.fromkeys(ELEMENTS, pairs)
-    return _specialisations(arch, of_elements, in_full=pairs, masked=pairs, capped=pairs)
-
-
-def declared(arch: str) -> tuple[Specialisation, ...]:
-    """The specialisations that the tests compile.
-
-    For sm_80 and sm_90a every kernel, dtype, side and equal pair of head dims and the unequal pairs
-    that the benchmarks name, for elements of 4 bytes fewer; windows, ragged batches, entropies and
-    softcaps for the most common pair, one at a time, for elements of 2 bytes; for others a sample
-    of all, the same every time.
-    """
-    if arch in FULLY_DECLARED:
-        pairs = [(dim, dim) for dim in BUCKETS] + list(UNEQUAL_PAIRS)
-        of_elements = dict.fromkeys(ELEMENTS, pairs)
-        # Their loops are the same for all head dims but for the sums of gradients.
-        of_elements |= {"float32": [(64, 64), (128, 128), (256, 256)], "tf32": [(128, 128)]}
-        full = [(128, 128)]
-        found = _specialisations(arch, of_elements, in_full=full, masked=full, capped=full)
-        found = tuple(one for one in found if ("kIsAligned", False) not in one[1])
-        return tuple(one for one in found if _is_declared(dict(one[1])))
-    # A warp alone with float32 sums of 192 columns, on cards of 99 KB, spills a few bytes.
-    everything = [
-        (kernel, template)
-        for kernel, template in specialisations(arch)
-        if _is_declared(dict(template)) and ("kNumWarps", 1) not in template
-    ]
-    return tuple(random.Random(arch).sample(everything, min(SAMPLE_SIZE, len(everything))))
-
-
-def _is_declared(template: dict[str, Any]) -> bool:
-    has_mask = template.get("kMask", PLAIN) != PLAIN
-    added = (has_mask, template.get("kHasEntropy", False), template.get("kHasSoftcap", False))
-    most = 0 if template.get("Element") in map(ELEMENTS.get, WIDE) else 1
-    return added.count(True) <= most
-
-
-def _specialisations(
-    arch: str,
-    of_elements: dict[str, list[tuple[int, int]]],
-    in_full: list[tuple[int, int]],
-    masked: list[tuple[int, int]],
-    capped: list[tuple[int, int]],
-) -> tuple[Specialisation, ...]:
-    """Those of some pairs of head dims of each element; of `in_full` also dQ without dK and the
-    entropy."""
-    device = device_facts(arch)
-    found: dict[Specialisation, None] = dict.fromkeys((*OF_FINISHED_ROWS, ("key_table", ())))
-    for side in (1, 2):
-        for weighted in (True, False) if arch == "sm_90a" else (False,):
-            found["backward_prepare", (("kSide", side), ("kIsWeighted", weighted))] = None
-    for dtype, pairs in of_elements.items():
-        element = ELEMENTS[dtype]
-        for dim1, dim2 in pairs:
-            for dim in (dim1, dim2) if dtype not in WIDE else ():
-                found["backward_finish", (("Element", element), ("kHeadDim", dim))] = None
-            masks = MASKS if (dim1, dim2) in masked else MASKS[:1]
-            entropies = (False, True) if (dim1, dim2) in in_full else (False,)
-            bounds = (False, True) if (dim1, dim2) in capped else (False,)
-            for aligned, mask, has_softcap in itertools.product((True, False), masks, bounds):
-                for has_entropy in entropies:
-                    for kernel, template, _ in forward_kernels(
-                        dtype, dim1, dim2, aligned, mask, device, has_entropy, has_softcap
-                    ):
-                        found[kernel, template] = None
-                has_both = arch == "sm_90a" and dtype not in WIDE and mask == PLAIN
-                for kernel in BOTH_KERNELS if has_both else ():
-                    both = both_warpgroup_tile(kernel, dim1, dim2, device)
-                    if both is not None:
-                        template = both_warpgroup_template(kernel, dtype, dim1, dim2, both)
-                        found[kernel, template] = None
-                of_a_side = [kernel for kernel in BACKWARD_KERNELS if kernel not in BOTH_KERNELS]
-                backward_kernels = PORTABLE_PAIR if dtype in WIDE else of_a_side
-                for kernel, side in itertools.product(backward_kernels, (1, 2)):
-                    if kernel == "backward_few_sm90":
-                        alone = ((True, False), (False, True)) * ((dim1, dim2) in in_full)
-                        for few in few_of_each_size(dim1, dim2, side, device):
-                            for has_dq, has_dk in ((True, True), *alone):
-                                template = few_template(
-                                    dtype, side, dim1, dim2, few, has_dq, has_dk, has_softcap
-                                )
-                                found[kernel, template] = None
-                        continue
-                    sums = [(True, False)]  # dK, and whether those of dQ are ordered
-                    if "fused" in kernel and (dim1, dim2) in in_full:
-                        sums.append((False, False))
-                    if kernel == "backward_fused_sm90" and mask != "kRagged":
-                        sums.append((True, True))
-                    for has_dk, is_ordered in sums:
-                        if kernel.endswith("sm80"):
-                            cut = backward_tile(
-                                kernel, dim1, dim2, side, device, aligned, mask, has_softcap, dtype
-                            )
-                            template = backward_template(
-                                kernel, dtype, side, dim1, dim2, cut, aligned, has_dk
-                            )
-                        elif arch != "sm_90a":
-                            continue
-                        elif kernel in PAIR_KERNELS:
-                            pair = pair_warpgroup_tile(
-                                kernel, dim1, dim2, side, device, mask, has_softcap
-                            )
-                            if pair is None:
-                                continue
-                            template = pair_warpgroup_template(
-                                kernel, dtype, side, dim1, dim2, pair
-                            )
-                        else:
-                            fit = backward_warpgroup_tile(dim1, dim2, side, device, has_softcap)
-                            if fit is None:
-                                continue
-                            template = backward_warpgroup_template(
-                                dtype, side, dim1, dim2, fit, has_dk, is_ordered
-                            )
-                        tail = (("kMask", mask), ("kHasSoftcap", has_softcap))
-                        found[kernel, (*template, *tail)] = None
-    return tuple(found)
-
-
-def forward_kernels(
-    dtype: str,
-    dim1: int,
-    dim2: int,
-    aligned: bool,
-    mask: str,
-    device: DeviceFacts,
-    has_entropy: bool = False,
-    has_softcap: bool = False,
-) -> Iterator[tuple[str, Template, int]]:
-    """Every kernel that the forward of a pair of buckets can take: its template arguments and its
-    bytes of shared memory."""
-    for num_rows, is_packed in itertools.product(ROW_CLASSES, (False, True)):
-        if not (is_packed and num_rows > FEW_QUERIES):  # only few queries are packed
-            tile = forward_tile(dim1, dim2, num_rows, mask, device, has_entropy, has_softcap, dtype)
-            template = forward_template(
-                dtype, dim1, dim2, tile, aligned, is_packed, mask, has_entropy, has_softcap
-            )
-            widths = padded(dim1, dtype), padded(dim2, dtype)
-            yield "forward_sm80", template, tile.shared_memory(*widths)
-    has_hopper = device.arch == "sm_90a" and aligned and dtype not in WIDE
-    for is_packed in (False, True) if has_hopper else ():
-        for wide in warpgroup_tiles(dim1, dim2, is_packed, has_entropy, has_softcap):
-            if _fits(wide, (dim1, dim2), device):
-                template = warpgroup_template(
-                    dtype, dim1, dim2, wide, is_packed, mask, has_entropy, has_softcap
-                )
-                yield "forward_sm90", template, wide.shared_memory(dim1, dim2)
-    for lanes in (2, 4, 8, 16, 32):
-        yield "reduce_splits", (("kLanesPerRow", lanes), ("kHasEntropy", has_entropy)), 0
-
-
-def bucket(head_dim: int) -> int:
-    """The padded head dimension that a kernel is compiled for."""
-    return next(size for size in BUCKETS if size >= head_dim)
-
-
-def _fixed_and_trained(dim1: int, dim2: int, side: int) -> tuple[int, int]:
-    """The head dims of the other side and of the side that gets gradients."""
-    return (dim2, dim1) if side == 1 else (dim1, dim2)
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def _round_up(size: int, step: int) -> int:
-    return _ceil_div(size, step) * step

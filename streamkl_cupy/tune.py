@@ -1,8 +1,8 @@
 """The sweep over a plan's candidates: compile all, check all, time the right ones together.
 
-`sweep` knows neither shapes nor arrays: it gets candidates of ``plan.py``, a call and its check.
-``streamkl-cupy tune`` gives it CuPy arrays (`ArraySubject`), ``python -m bench tune`` its cases.
-It never runs as part of a user's call.
+`sweep` knows neither shapes nor arrays: it gets candidates of ``catalogue.py``, a call and its
+check. ``streamkl-cupy tune`` gives it CuPy arrays (`ArraySubject`), ``python -m bench tune`` its
+cases. It never runs as part of a user's call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from streamkl_cupy import api, interop, jit, plan, timing
+from streamkl_cupy import api, catalogue, interop, jit, plan, timing
 from streamkl_cupy.problem import INPUTS, Problem
 from streamkl_cupy.state import KLState
 
@@ -130,7 +130,7 @@ def sweep(
     Parameters
     ----------
     candidates
-        What `plan.forward_candidates` or `plan.backward_candidates` returned.
+        What `catalogue.forward_candidates` or `catalogue.backward_candidates` returned.
     subject
         What is computed.
     stopwatch
@@ -417,10 +417,10 @@ class Task:
     def candidates(self, facts: plan.DeviceFacts) -> Mapping[Any, plan.Choice]:
         """The plan's candidates, its own choice first."""
         if self.wrt:
-            return plan.backward_candidates(
+            return catalogue.backward_candidates(
                 self.problem, facts, self.wrt, deterministic=self.deterministic
             )
-        return plan.forward_candidates(self.problem, facts)
+        return catalogue.forward_candidates(self.problem, facts)
 
     def planned(self, facts: plan.DeviceFacts) -> Plan:
         """The plan under the override in force."""

@@ -31,7 +31,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from streamkl_cupy import jit, plan
+from streamkl_cupy import catalogue, jit
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 
@@ -72,7 +72,7 @@ def missing_compiler() -> str | None:
 
 def tasks(arch: str, only_declared: bool) -> list[Task]:
     """The specialisations for an architecture: those of the tests, or all."""
-    found = plan.declared(arch) if only_declared else plan.specialisations(arch)
+    found = catalogue.declared(arch) if only_declared else catalogue.specialisations(arch)
     return [Task(kernel, template, arch) for kernel, template in found]
 
 

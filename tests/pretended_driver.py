@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from streamkl_cupy import jit, launch, plan, tensor_map
+from streamkl_cupy import jit, launch, tensor_map, tiling
 
 NUM_MAPS = 4
 # What `encode` writes: the address, the sizes, the strides in bytes, and rows of a box.
@@ -128,7 +128,7 @@ def argument_sizes(kernel: str) -> tuple[int, ...]:
         special["backward_finish"] = launch.FINISH_PARAMS
         special["merge_states"] = launch.MERGE_PARAMS
         special["replace_lse"] = launch.REPLACE_PARAMS
-        special |= dict.fromkeys(plan.BOTH_KERNELS, launch.BOTH_PARAMS)
+        special |= dict.fromkeys(tiling.BOTH_KERNELS, launch.BOTH_PARAMS)
         params = special.get(kernel, launch.BACKWARD_PARAMS)
     maps = (NUM_MAPS * tensor_map.MAP_BYTES,) if kernel.endswith("sm90") else ()
     return (*maps, params.size)

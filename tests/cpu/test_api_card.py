@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 import streamkl_cupy as skl
-from streamkl_cupy import api, interop, jit, launch, plan, reference
+from streamkl_cupy import api, catalogue, interop, jit, launch, plan, reference, tiling
 from streamkl_cupy.problem import (
     INPUTS,
     Device,
@@ -925,7 +925,7 @@ class TestWarmup:
         assert not any(dict(template).get("kHasEntropy") for _, template, _ in self.built)
         assert {arch for _, _, arch in self.built} == {"sm_80"}
         assert all("guarded" not in name for name in names)
-        assert len(set(names)) == len(names) >= len(plan.ROW_CLASSES)
+        assert len(set(names)) == len(names) >= len(catalogue.ROW_CLASSES)
 
     def test_on_a_card_it_loads(self, card: Card) -> None:
         skl.warmup(128, 128, device=DEVICE)
@@ -939,7 +939,7 @@ class TestWarmup:
         self, card: Card, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         problem = self.problem(500, 3000, 256)
-        tile = plan.BackwardTile(1, 2, 16, 16, 2)
+        tile = tiling.BackwardTile(1, 2, 16, 16, 2)
         choice = plan.Choice(backward_tiles=(("backward_dk_sm80", tile),))
         of = plan.problem_class(problem, ("k2",), deterministic=True)
         entry = plan.TunedChoice(of, plan.shape_of(problem), choice)

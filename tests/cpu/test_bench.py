@@ -1328,9 +1328,9 @@ def test_a_feature_that_breaks_the_rule_is_wrong(torch, monkeypatch, name):
 def test_an_output_that_breaks_the_rule_fails_the_run_if_it_is_ours(torch, monkeypatch):
     from bench import accuracy
 
-    def spoiled(problem, strategy):
+    def spoiled(problem, *, deterministic):
         solution = problem.solve(exact=True)
-        if strategy == "auto":
+        if not deterministic:
             solution["dk1"][0, 3] *= 2
         solution["lse2"][1, 5] = math.nan
         return solution, ""

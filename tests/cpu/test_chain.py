@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from streamkl_cupy import launch, plan
+from streamkl_cupy import launch, plan, tiling
 from streamkl_cupy.chain import Address, Chain, Clear, Kernel, Params
 from streamkl_cupy.plan import KernelPlan
 from streamkl_cupy.problem import INPUTS, Device, Operand, Problem, describe
@@ -84,7 +84,7 @@ def test_what_is_launched_is_what_was_planned(driver: Driver) -> None:
     assert seen.device_index == 5
     assert (seen.grid, seen.block) == (kernel.grid, kernel.block)
     assert (seen.shared_memory, seen.stream) == (kernel.shared_memory, STREAM)
-    assert isinstance(chosen.tile, plan.WarpgroupTile)
+    assert isinstance(chosen.tile, tiling.WarpgroupTile)
     assert {tensor["box"] for tensor in seen.maps} == {
         chosen.tile.box_rows(chosen.heads_per_tile),
         chosen.tile.block_k,

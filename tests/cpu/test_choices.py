@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from streamkl_cupy import choices, jit, plan
+from streamkl_cupy import catalogue, choices, jit, plan, tiling
 from streamkl_cupy.problem import Problem, contiguous
 
 CARD = "NVIDIA H200"
@@ -42,14 +42,14 @@ def make(**changes: Any) -> Problem:
 
 
 def forward_choice(problem: Problem) -> plan.TunedChoice:
-    candidates = plan.forward_candidates(problem, H200)
+    candidates = catalogue.forward_candidates(problem, H200)
     own, *others = candidates
     choice = next(candidates[made] for made in others if made.num_splits > own.num_splits)
     return plan.TunedChoice(plan.problem_class(problem), plan.shape_of(problem), choice)
 
 
-def backward_choice(problem: Problem, tile: plan.BackwardTile | None = None) -> plan.TunedChoice:
-    tile = tile or plan.tile_candidates("backward_dk_sm80", problem, H200, 2)[-1]
+def backward_choice(problem: Problem, tile: tiling.BackwardTile | None = None) -> plan.TunedChoice:
+    tile = tile or catalogue.tile_candidates("backward_dk_sm80", problem, H200, 2)[-1]
     choice = plan.Choice(strategy="separate", backward_tiles=(("backward_dk_sm80", tile),))
     of = plan.problem_class(problem, ("q2", "k2"), True)
     return plan.TunedChoice(of, plan.shape_of(problem), choice)

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from streamkl_cupy import __version__, api, audit, choices, cli, launch, plan, timing, tune
+from streamkl_cupy import __version__, api, audit, choices, cli, launch, plan, tiling, timing, tune
 
 NO_CARD = "there is no NVIDIA card"
 SMALL = ["--num-queries", "17", "--num-keys", "20", "--num-heads", "2", "--head-dim1", "16"]
@@ -301,7 +301,7 @@ class TestTune:
 
     CARD = "NVIDIA H200"
     FACTS = plan.device_facts("sm_90a")
-    FASTEST = plan.WarpgroupTile(2, 96, 3, False)
+    FASTEST = tiling.WarpgroupTile(2, 96, 3, False)
     SMALL = ("--num-heads", "4", "--num-queries", "512")
 
     @pytest.fixture(autouse=True)
@@ -406,7 +406,7 @@ class TestTune:
             "of 2 and 1",
             "choice": "forward_sm90(2, 96, 3, False) 4 splits",
         }
-        tile = plan.BackwardTile(1, 8, 32, 32, 2)
+        tile = tiling.BackwardTile(1, 8, 32, 32, 2)
         choice = plan.Choice(strategy="separate", backward_tiles=(("backward_dk_sm80", tile),))
         entry = cli._tuned_entry(problem_of["gradients of q2 k2"].tuned(choice))
         assert entry["problem"].startswith("gradients of k2 q2: ")

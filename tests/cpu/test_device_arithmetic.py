@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from streamkl_cupy import launch, reference
 from streamkl_cupy.chain import Address
-from streamkl_cupy.plan import BUCKETS
 from streamkl_cupy.problem import MAX_LENGTH, NO_WINDOW, PADDING, Problem, Ragged, Strides, Window
+from streamkl_cupy.tiling import BUCKETS
 from tests import compare, host_compiler
 
 MISSING = host_compiler.missing_compiler()

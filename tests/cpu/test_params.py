@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamkl_cupy import jit, launch, plan
+from streamkl_cupy import catalogue, jit, launch, plan, tiling
 from streamkl_cupy.problem import (
     CU_SEQLENS,
     LENGTHS,
@@ -680,7 +680,7 @@ def template_parameters(kernel: str) -> tuple[tuple[str, type], ...]:
 def test_plans_name_the_template_parameters_in_order(arch: str) -> None:
     found = {
         (kernel, tuple((name, type(value)) for name, value in template))
-        for kernel, template in plan.specialisations(arch)
+        for kernel, template in catalogue.specialisations(arch)
     }
     kernels = {path.stem for path in SOURCES.glob("*.cu")}
     assert found <= {(kernel, template_parameters(kernel)) for kernel in kernels}
@@ -707,7 +707,7 @@ def test_constants_are_the_same_on_both_sides() -> None:
     assert int(constant("key_table.cu", "kTableThreads")) == plan.TABLE_THREADS
     masks = re.search(r"enum Mask \{ ([^}]+) \}", without_comments("key_range.cuh"))
     assert masks is not None
-    assert tuple(masks[1].split(", ")) == plan.MASKS
+    assert tuple(masks[1].split(", ")) == catalogue.MASKS
     assert ctypes.sizeof(STRUCTS["Interval"]) == plan.INTERVAL_BYTES
     masked = float(constant("kl_state.cuh", "kMaskedLogit").rstrip("f"))
     assert masked == launch.MASKED_LOGIT
@@ -717,4 +717,4 @@ def test_constants_are_the_same_on_both_sides() -> None:
     assert state is not None
     assert more is not None
     assert len(state[1].split(",")) == plan.STATE_FIELDS
-    assert len(f"{state[1]},{more[1]}".split(",")) == plan.ENTROPY_STATE_FIELDS
+    assert len(f"{state[1]},{more[1]}".split(",")) == tiling.ENTROPY_STATE_FIELDS

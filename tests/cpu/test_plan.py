@@ -16,9 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamkl_cupy import jit, plan
-from streamkl_cupy.plan import BackwardPlan, BackwardTile, DeviceFacts, KernelPlan, PlanError
+from streamkl_cupy import catalogue, jit, plan, tiling
+from streamkl_cupy.plan import BackwardPlan, DeviceFacts, KernelPlan
 from streamkl_cupy.problem import Problem, Ragged, Strides
+from streamkl_cupy.tiling import BackwardTile, PlanError
 from tests import host_compiler
 
 CARDS = [plan.device_facts(arch) for arch in plan.TYPICAL_CARDS]
@@ -112,7 +113,7 @@ def stationary_rows(kernel: KernelPlan) -> int:
 
 
 # Listed here and now, or the first example of a test would be late.
-SPECIALISATIONS = {arch: frozenset(plan.specialisations(arch)) for arch in plan.TYPICAL_CARDS}
+SPECIALISATIONS = {arch: frozenset(catalogue.specialisations(arch)) for arch in plan.TYPICAL_CARDS}
 
 
 def assert_launchable(kernels: Sequence[KernelPlan], card: DeviceFacts) -> None:
@@ -121,7 +122,7 @@ def assert_launchable(kernels: Sequence[KernelPlan], card: DeviceFacts) -> None:
         assert 0 < kernel.grid < 2**31
         assert 0 < kernel.block <= 1024
         assert kernel.block % 32 == 0
-        static = plan.STATIC_BYTES if kernel.kernel in KEY_STATIONARY else 0
+        static = tiling.STATIC_BYTES if kernel.kernel in KEY_STATIONARY else 0
         assert kernel.shared_memory + static <= card.shared_memory_per_block
 
 
@@ -146,8 +147,8 @@ def test_forward(problem: Problem, card: DeviceFacts) -> None:
     assert main.kernel == "forward_sm80"
     assert cut["Element"] == ELEMENTS[problem.arithmetic]
     assert cut["kIsAligned"] == problem.aligned
-    assert cut["kHeadDim1"] == plan.bucket(problem.head_dim1)
-    assert cut["kHeadDim2"] == plan.bucket(problem.head_dim2)
+    assert cut["kHeadDim1"] == tiling.bucket(problem.head_dim1)
+    assert cut["kHeadDim2"] == tiling.bucket(problem.head_dim2)
     assert main.block == 32 * cut["kNumWarpsQ"] * cut["kNumWarpsK"]
     heads = chosen.heads_per_tile
     assert cut["kIsPacked"] == (heads > 1)
@@ -270,8 +271,8 @@ def test_entropy_takes_kernels_of_its_own(problem: Problem, card: DeviceFacts) -
         assert chosen.workspace_bytes == 6 * 4 * chosen.num_splits * problem.num_rows
 
 
-@pytest.mark.parametrize("dim1", plan.BUCKETS)
-@pytest.mark.parametrize("dim2", plan.BUCKETS)
+@pytest.mark.parametrize("dim1", tiling.BUCKETS)
+@pytest.mark.parametrize("dim2", tiling.BUCKETS)
 def test_every_pair_of_head_dims_has_a_tile_beside_the_entropy(dim1: int, dim2: int) -> None:
     problem = hopper_problem(head_dim1=dim1, head_dim2=dim2)
     chosen = plan.forward(problem, HOPPER, has_entropy=True, force="forward_sm90")
@@ -372,7 +373,7 @@ def test_backward(
             cut = arguments(kernel)
             assert cut.get("kSide", side.side) == side.side
             if kernel.kernel == "backward_finish":
-                assert cut["kHeadDim"] == plan.bucket(head_dim)
+                assert cut["kHeadDim"] == tiling.bucket(head_dim)
             assert cut.get("kIsAligned", problem.aligned) == problem.aligned
         # Each gradient that is wanted is written by one kernel if it has elements at all.
         fused_dk = side.fused is not None and arguments(side.fused)["kHasDk"]
@@ -405,7 +406,7 @@ def test_backward(
         else:
             # Float32 sums of dQ: whole tiles of 16 rows, padded head dimension.
             heads, tiles = problem.batch * problem.num_heads, ceil_div(problem.num_queries, 16)
-            sums = heads * tiles * 16 * plan.bucket(head_dim) * 4
+            sums = heads * tiles * 16 * tiling.bucket(head_dim) * 4
             if deterministic:  # and a count for each tile of queries
                 assert side.counts_offset == sums
                 sums += 4 * heads * ceil_div(problem.num_queries, 64)
@@ -413,7 +414,7 @@ def test_backward(
             assert side.scratch_bytes == sums
             assert side.finish is not None
             assert side.finish.block == 256
-            per_head = tiles * plan.bucket(head_dim) // 8 * 32
+            per_head = tiles * tiling.bucket(head_dim) // 8 * 32
             assert side.finish.grid == heads * ceil_div(per_head, 256)
         for kernel in (side.fused, side.dq, side.dk):
             if kernel is not None and kernel.boxes is None:
@@ -470,7 +471,7 @@ def test_backward_name(
     ]
     sides = "_".join(parts)
     element = ELEMENTS[problem.arithmetic]
-    dims = f"d{plan.bucket(problem.head_dim1)}x{plan.bucket(problem.head_dim2)}"
+    dims = f"d{tiling.bucket(problem.head_dim1)}x{tiling.bucket(problem.head_dim2)}"
     guarded = "" if problem.aligned else "_guarded"
     mask = "" if problem.mask == "full" else f"_{problem.mask}"
     assert chosen.name == f"backward_{sides}_{element}_{dims}{guarded}{mask}"
@@ -527,7 +528,7 @@ def test_override_of_the_splits() -> None:
 
 def test_override_of_the_tiles() -> None:
     problem = make()
-    forward_tile = plan.ForwardTile(1, 2, 2, 64, 32, 3, False)
+    forward_tile = tiling.ForwardTile(1, 2, 2, 64, 32, 3, False)
     backward_tile = BackwardTile(1, 2, 16, 16, 3)
     free = plan.current_override()
     portable = [kernel for kernel in plan.BACKWARD_KERNELS if kernel.endswith("sm80")]
@@ -607,7 +608,7 @@ def test_float32_has_no_fused_backward() -> None:
         plan.backward(problem, H200, INPUTS, strategy="fused")
     with pytest.raises(PlanError, match=expected), plan.override(strategy="fused"):
         plan.backward(problem, H200, INPUTS)
-    found = plan.backward_candidates(problem, H200, ("q2", "k2"))
+    found = catalogue.backward_candidates(problem, H200, ("q2", "k2"))
     assert {choice.strategy for choice in found.values()} == {"separate"}
     assert len(found) > 1
 
@@ -644,7 +645,7 @@ def test_candidates_of_the_forward(
     problem = hopper_problem(
         num_queries=lengths[0], num_keys=lengths[1], head_dim1=dims[0], head_dim2=dims[1]
     )
-    found = plan.forward_candidates(problem, card)
+    found = catalogue.forward_candidates(problem, card)
     assert next(iter(found)) == plan.forward(problem, card)
     kernels = {kernel.kernel for chosen in found for kernel in chosen.kernels[:1]}
     if 0 not in lengths:
@@ -666,7 +667,7 @@ def test_candidates_of_the_backward(
     lengths: tuple[int, int], wrt: tuple[str, ...], deterministic: bool
 ) -> None:
     problem = make(num_queries=lengths[0], num_keys=lengths[1])
-    found = plan.backward_candidates(problem, H200, wrt, deterministic=deterministic)
+    found = catalogue.backward_candidates(problem, H200, wrt, deterministic=deterministic)
     assert next(iter(found)) == plan.backward(problem, H200, wrt, deterministic=deterministic)
     fused = [chosen for chosen in found if any(side.fused for side in chosen.sides)]
     possible = not deterministic and 0 not in lengths and len(wrt) == 2
@@ -685,9 +686,9 @@ def test_candidates_of_the_backward(
 
 def test_candidates_on_hopper_are_of_both_generations() -> None:
     problem = hopper_problem(num_queries=4096, num_keys=4096)
-    found = plan.backward_candidates(problem, H200, ("q2", "k2"))
+    found = catalogue.backward_candidates(problem, H200, ("q2", "k2"))
     kernels = {kernel.kernel for chosen in found for kernel in chosen.kernels}
-    of_others = {"backward_few_sm90", *plan.BOTH_KERNELS}
+    of_others = {"backward_few_sm90", *tiling.BOTH_KERNELS}
     assert set(plan.BACKWARD_KERNELS) - of_others <= kernels
     entry = next(c for c in found.values() if c.strategy == "fused" and c.backward_kernel)
     assert plan.backward(problem, tuned(H200, problem, entry, wrt=("q2", "k2")), ("q2", "k2")) in [
@@ -702,7 +703,7 @@ def tuned(card: DeviceFacts, problem: Problem, choice: plan.Choice, **of: Any) -
 
 def test_a_tuned_forward_serves_its_class() -> None:
     problem = hopper_problem(num_queries=1000)
-    choices = plan.forward_candidates(problem, H200)
+    choices = catalogue.forward_candidates(problem, H200)
     split = [chosen for chosen in choices if chosen.num_splits > 1]
     chosen = next(one for one in split if one.kernels[0].kernel == "forward_sm80")
     choice = choices[chosen]
@@ -727,7 +728,7 @@ def test_a_tuned_forward_serves_its_class() -> None:
 
 def test_what_is_asked_for_comes_before_what_was_tuned() -> None:
     problem = hopper_problem(num_queries=1000)
-    choices = plan.forward_candidates(problem, H200)
+    choices = catalogue.forward_candidates(problem, H200)
     narrow = next(p for p in choices if p.kernels[0].kernel == "forward_sm80")
     card = tuned(H200, problem, choices[narrow])
     assert plan.forward(problem, card).kernels[0].kernel == "forward_sm80"
@@ -742,7 +743,7 @@ def test_what_is_asked_for_comes_before_what_was_tuned() -> None:
 
 def test_a_tuned_hopper_kernel_is_left_where_it_cannot_run() -> None:
     problem = hopper_problem(num_queries=1000)
-    choices = plan.forward_candidates(problem, H200)
+    choices = catalogue.forward_candidates(problem, H200)
     wide = [p for p in choices if p.kernels[0].kernel == "forward_sm90"][-1]
     card = tuned(H200, problem, choices[wide])
     assert plan.forward(problem, card).tile == wide.tile
@@ -791,20 +792,20 @@ def test_a_card_with_too_little_shared_memory_is_refused() -> None:
 
 
 def test_buckets() -> None:
-    assert list(plan.BUCKETS) == sorted(set(plan.BUCKETS))
+    assert list(tiling.BUCKETS) == sorted(set(tiling.BUCKETS))
     for head_dim in range(8, 257, 8):
-        chosen = plan.bucket(head_dim)
+        chosen = tiling.bucket(head_dim)
         assert chosen >= head_dim
-        assert not any(head_dim <= smaller < chosen for smaller in plan.BUCKETS)
+        assert not any(head_dim <= smaller < chosen for smaller in tiling.BUCKETS)
 
 
 @pytest.mark.parametrize("arch", sorted(plan.TYPICAL_CARDS))
 def test_specialisations(arch: str) -> None:
-    everything, declared = plan.specialisations(arch), plan.declared(arch)
+    everything, declared = catalogue.specialisations(arch), catalogue.declared(arch)
     assert len(set(everything)) == len(everything)
     assert len(set(declared)) == len(declared) > 0
     assert set(declared) <= set(everything)
-    assert plan.declared(arch) == declared
+    assert catalogue.declared(arch) == declared
     for kernel, template in everything:
         rendered = jit.render(kernel, template)
         assert rendered.startswith(kernel)
@@ -812,11 +813,11 @@ def test_specialisations(arch: str) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_declared_covers_what_it_promises(arch: str) -> None:
-    declared = plan.declared(arch)
-    kernels = {kernel for kernel, _ in plan.specialisations(arch)}
+    declared = catalogue.declared(arch)
+    kernels = {kernel for kernel, _ in catalogue.specialisations(arch)}
     assert {kernel for kernel, _ in declared} == kernels
     cuts = [(kernel, dict(template)) for kernel, template in declared]
-    for dim, element in itertools.product(plan.BUCKETS, ("bf16", "fp16")):
+    for dim, element in itertools.product(tiling.BUCKETS, ("bf16", "fp16")):
         of_rows = {"reduce_splits", "merge_states", "replace_lse", "key_table"}
         of_rows |= {"backward_prepare", "backward_finish"}
         for kernel in kernels - of_rows:
@@ -826,11 +827,11 @@ def test_declared_covers_what_it_promises(arch: str) -> None:
                 if name == kernel
                 and (cut["kHeadDim1"], cut["kHeadDim2"], cut["Element"]) == (dim, dim, element)
             }
-            is_of_both = kernel.startswith("forward") or kernel in plan.BOTH_KERNELS
+            is_of_both = kernel.startswith("forward") or kernel in tiling.BOTH_KERNELS
             expected: set[int | None] = {None} if is_of_both else {1, 2}
             if kernel == "backward_fused_sm90" and not has_fused_tile(dim, dim, 2):
                 expected = set()
-            if kernel in plan.BOTH_KERNELS and dim > 128:
+            if kernel in tiling.BOTH_KERNELS and dim > 128:
                 expected = set()
             assert sides == expected, (kernel, dim)
         assert ("backward_finish", {"Element": element, "kHeadDim": dim}) in cuts
@@ -940,7 +941,7 @@ def kernels_with_tiles() -> list[KernelPlan]:
     """A plan of each kernel for each tile and pair of head dimensions that any card has."""
     found: dict[Any, KernelPlan] = {}
     for card, dim1, dim2, num_queries, dtype in itertools.product(
-        CARDS, plan.BUCKETS, plan.BUCKETS, (1, 50, 5000), ("bfloat16", "float32")
+        CARDS, tiling.BUCKETS, tiling.BUCKETS, (1, 50, 5000), ("bfloat16", "float32")
     ):
         sizes = {"head_dim1": dim1, "head_dim2": dim2, "num_queries": num_queries}
         problem = make(**sizes, dtype=dtype)
@@ -978,7 +979,7 @@ def test_shared_memory_is_what_the_kernels_use(tmp_path: Path) -> None:
         assert all(offset % 128 == 0 for offset in offsets), (name, offsets)
         assert all(0 <= offset < total for offset in offsets), (name, offsets)
     static = ctypes.c_int.in_dll(library, "static_bytes").value
-    assert static <= plan.STATIC_BYTES
+    assert static <= tiling.STATIC_BYTES
 
 
 # --------------------------------------------------------------------------------- forward_sm90
@@ -988,8 +989,8 @@ HOPPER = plan.device_facts("sm_90a")
 
 
 @pytest.mark.parametrize("is_packed", [False, True], ids=["heads-apart", "packed"])
-@pytest.mark.parametrize("dim2", plan.BUCKETS)
-@pytest.mark.parametrize("dim1", plan.BUCKETS)
+@pytest.mark.parametrize("dim2", tiling.BUCKETS)
+@pytest.mark.parametrize("dim1", tiling.BUCKETS)
 def test_every_pair_of_head_dims_has_a_warpgroup_tile(
     dim1: int, dim2: int, is_packed: bool
 ) -> None:
@@ -1006,7 +1007,9 @@ def test_every_pair_of_head_dims_has_a_warpgroup_tile(
 
 
 def has_fused_tile(dim1: int, dim2: int, side: int) -> bool:
-    return plan.backward_warpgroup_tile(dim1, dim2, side, H200) is not None
+    return (
+        tiling.backward_warpgroup_tile(dim1, dim2, side, H200.shared_memory_per_block) is not None
+    )
 
 
 def hopper_problem(**changes: Any) -> Problem:
@@ -1023,9 +1026,9 @@ def test_hopper_takes_the_tile_and_the_splits_of_the_least_time(
 ) -> None:
     problem = hopper_problem(num_queries=num_queries, num_keys=num_keys, causal=causal)
     chosen = plan.forward(problem, HOPPER)
-    assert isinstance(chosen.tile, plan.WarpgroupTile)
+    assert isinstance(chosen.tile, tiling.WarpgroupTile)
     least = plan.warpgroup_time(problem, HOPPER, chosen.tile, chosen.num_splits)
-    for tile in plan.warpgroup_tiles(128, 128, False):
+    for tile in tiling.warpgroup_tiles(128, 128, False):
         for splits in range(1, plan.max_splits(problem, tile, 1) + 1):
             blocks = plan.num_blocks(problem, tile, 1) * splits
             if blocks <= 4 * HOPPER.num_sms and tile.fits(128, 128, HOPPER.shared_memory_per_block):
@@ -1033,7 +1036,7 @@ def test_hopper_takes_the_tile_and_the_splits_of_the_least_time(
 
 
 def test_time_of_the_forward_falls_with_less_work() -> None:
-    tile = plan.WarpgroupTile(3, 128, 2, False)
+    tile = tiling.WarpgroupTile(3, 128, 2, False)
     full, causal = (
         hopper_problem(num_queries=8192, num_keys=8192),
         hopper_problem(num_queries=8192, num_keys=8192, causal=True),
@@ -1058,21 +1061,21 @@ def test_heads_that_share_their_keys_are_packed(
     )
     chosen = plan.forward(problem, plan.device_facts(arch))
     shared = math.gcd(64 // heads1, 64 // heads2)
-    if num_queries > plan.FEW_QUERIES or shared == 1:
+    if num_queries > tiling.FEW_QUERIES or shared == 1:
         assert chosen.heads_per_tile == 1
-    elif arch == "sm_90a" or num_queries * shared <= plan.FEW_QUERIES:
+    elif arch == "sm_90a" or num_queries * shared <= tiling.FEW_QUERIES:
         assert chosen.heads_per_tile == min(shared, chosen.tile.stationary_rows)
     else:
         # What no longer fits into a tile of few rows stays apart, for the keys of a pack are read
         # once only if it is one tile.
-        assert chosen.heads_per_tile * num_queries <= plan.FEW_QUERIES
+        assert chosen.heads_per_tile * num_queries <= tiling.FEW_QUERIES
     expanded = dataclasses.replace(problem, q1=Strides(4096, 0, 64))
     assert plan.forward(expanded, plan.device_facts(arch)).heads_per_tile == 1
 
 
 def test_hopper_takes_its_own_kernel_where_queries_fill_a_tile() -> None:
     assert plan.forward_kernel(hopper_problem(), HOPPER) == "forward_sm90"
-    few = hopper_problem(num_queries=plan.FEW_QUERIES)
+    few = hopper_problem(num_queries=tiling.FEW_QUERIES)
     assert plan.forward_kernel(few, HOPPER) == "forward_sm80"
     assert plan.forward_kernel(hopper_problem(), plan.device_facts("sm_80")) == "forward_sm80"
 
@@ -1091,7 +1094,7 @@ def test_what_hopper_cannot_take_goes_to_the_portable_kernel(
 ) -> None:
     problem = hopper_problem(**changes)
     assert plan.forward_kernel(problem, HOPPER) == "forward_sm80"
-    with pytest.raises(plan.PlanError, match=reason):
+    with pytest.raises(tiling.PlanError, match=reason):
         plan.forward(problem, HOPPER, force="forward_sm90")
 
 
@@ -1107,7 +1110,7 @@ def test_hopper_backward(problem: Problem, wrt: tuple[str, ...], strategy: str) 
     chosen = plan.backward(problem, HOPPER, wrt, strategy=strategy)
     assert_launchable(chosen.kernels, HOPPER)
     assert_regions(problem, chosen)
-    dims = plan.bucket(problem.head_dim1), plan.bucket(problem.head_dim2)
+    dims = tiling.bucket(problem.head_dim1), tiling.bucket(problem.head_dim2)
     for side in chosen.sides:
         wide = [kernel for kernel in side.kernels if kernel.kernel.endswith("sm90")]
         # What a kernel of Hopper reads of a row is not what a portable one does.
@@ -1206,7 +1209,7 @@ def test_few_queries_that_no_tile_takes_go_to_the_portable_fused_kernel(
 
 
 def test_override_of_the_fused_tile() -> None:
-    tile = plan.BackwardWarpgroupTile(2, 2, 1, 0)
+    tile = tiling.BackwardWarpgroupTile(2, 2, 1, 0)
     with plan.override(backward_tiles={"backward_fused_sm90": tile}):
         chosen = plan.backward(hopper_problem(), HOPPER, ("q2", "k2"), strategy="fused")
     assert chosen.sides[0].fused is not None
@@ -1284,7 +1287,7 @@ def test_heads_that_alternate_divide_all(
         assert HOPPER.num_sms // found <= 2 * plan.FEW_FOLLOWERS
 
 
-def fused_layout_source(kernels: Sequence[plan.Specialisation]) -> str:
+def fused_layout_source(kernels: Sequence[catalogue.Specialisation]) -> str:
     """C++ with the bytes of shared memory of each, and where its buffers begin."""
     kernel = (jit.source_directory() / "backward_fused_sm90.cu").read_text()
     read = {
@@ -1318,7 +1321,9 @@ def fused_layout_source(kernels: Sequence[plan.Specialisation]) -> str:
     host_compiler.missing_compiler() is not None, reason=str(host_compiler.missing_compiler())
 )
 def test_shared_memory_of_the_fused_kernel(tmp_path: Path) -> None:
-    kernels = [one for one in plan.specialisations("sm_90a") if one[0] == "backward_fused_sm90"]
+    kernels = [
+        one for one in catalogue.specialisations("sm_90a") if one[0] == "backward_fused_sm90"
+    ]
     source = tmp_path / "fused.cpp"
     source.write_text(fused_layout_source(kernels))
     layouts = (ctypes.c_int * 5 * len(kernels)).in_dll(
@@ -1329,12 +1334,12 @@ def test_shared_memory_of_the_fused_kernel(tmp_path: Path) -> None:
         values = (
             cut[f"k{key}"] for key in ("NumConsumers", "NumStages", "NumBuffers", "RegisterSteps")
         )
-        tile = plan.BackwardWarpgroupTile(*map(int, values))
+        tile = tiling.BackwardWarpgroupTile(*map(int, values))
         planned = tile.shared_memory(
             *(int(cut[f"k{key}"]) for key in ("HeadDim1", "HeadDim2", "Side")),
             is_ordered=bool(cut["kIsOrdered"]),
         )
-        assert planned - plan.MOST_BARRIER_BYTES < total <= planned, jit.render(name, template)
+        assert planned - tiling.MOST_BARRIER_BYTES < total <= planned, jit.render(name, template)
         # The swizzle permutes bits of an address below 1024.
         assert all(offset % 1024 == 0 for offset in offsets)
 
@@ -1387,7 +1392,7 @@ def test_few_queries_on_hopper(
             row_tiles = (
                 problem.batch * problem.num_heads // group * ceil_div(group * num_queries, 16)
             )
-            trained = plan.bucket(problem.head_dim1 if side.side == 1 else problem.head_dim2)
+            trained = tiling.bucket(problem.head_dim1 if side.side == 1 else problem.head_dim2)
             assert side.scratch_bytes == row_tiles * 64 * trained * cut["kHasDq"]
 
 
@@ -1412,7 +1417,7 @@ def test_few_queries_on_many_keys_take_their_own_kernel(
             "backward_few_sm90",
         ]
     for kernel in plan.backward(problem, HOPPER, wrt, deterministic=True).kernels:
-        assert kernel.kernel in ("backward_prepare", *plan.PAIR_KERNELS, *plan.BOTH_KERNELS)
+        assert kernel.kernel in ("backward_prepare", *tiling.PAIR_KERNELS, *tiling.BOTH_KERNELS)
 
 
 @pytest.mark.parametrize(
@@ -1465,13 +1470,13 @@ def test_what_the_kernel_of_few_queries_cannot_take(changes: dict[str, Any], rea
 
 
 def test_override_of_the_tile_of_few_queries() -> None:
-    problem, tile = hopper_problem(num_queries=8, num_keys=2**17), plan.FewTile(32, 2)
+    problem, tile = hopper_problem(num_queries=8, num_keys=2**17), tiling.FewTile(32, 2)
     with plan.override(backward_tiles={"backward_few_sm90": tile}):
         chosen = plan.backward(problem, HOPPER, ("q2", "k2")).sides[0].fused
     assert chosen is not None
     assert (arguments(chosen)["kRows"], arguments(chosen)["kNumStages"]) == (32, 2)
     # A tuned tile that is too narrow for another problem of its class makes way.
-    narrow = plan.Choice(backward_tiles=(("backward_few_sm90", plan.FewTile(16, 2)),))
+    narrow = plan.Choice(backward_tiles=(("backward_few_sm90", tiling.FewTile(16, 2)),))
     problem = dataclasses.replace(problem, num_queries=20)
     card = tuned(HOPPER, problem, narrow, wrt=("q2", "k2"))
     chosen = plan.backward(problem, card, ("q2", "k2")).sides[0].fused
@@ -1479,7 +1484,7 @@ def test_override_of_the_tile_of_few_queries() -> None:
     assert arguments(chosen)["kRows"] == 32
 
 
-def few_layout_source(kernels: Sequence[plan.Specialisation]) -> str:
+def few_layout_source(kernels: Sequence[catalogue.Specialisation]) -> str:
     """C++ with the bytes of shared memory of each, and where its buffers begin."""
     kernel = (jit.source_directory() / "backward_few_sm90.cu").read_text()
     read = {
@@ -1510,7 +1515,7 @@ def few_layout_source(kernels: Sequence[plan.Specialisation]) -> str:
     host_compiler.missing_compiler() is not None, reason=str(host_compiler.missing_compiler())
 )
 def test_shared_memory_of_the_kernel_of_few_queries(tmp_path: Path) -> None:
-    kernels = [one for one in plan.specialisations("sm_90a") if one[0] == "backward_few_sm90"]
+    kernels = [one for one in catalogue.specialisations("sm_90a") if one[0] == "backward_few_sm90"]
     source = tmp_path / "few.cpp"
     source.write_text(few_layout_source(kernels))
     layouts = (ctypes.c_int * 5 * len(kernels)).in_dll(
@@ -1518,7 +1523,7 @@ def test_shared_memory_of_the_kernel_of_few_queries(tmp_path: Path) -> None:
     )
     for (name, template), (total, *offsets) in zip(kernels, layouts, strict=True):
         cut = dict(template)
-        tile = plan.FewTile(int(cut["kRows"]), int(cut["kNumStages"]))
+        tile = tiling.FewTile(int(cut["kRows"]), int(cut["kNumStages"]))
         planned = tile.shared_memory(int(cut["kHeadDim1"]), int(cut["kHeadDim2"]))
         assert planned == total, jit.render(name, template)
         # The swizzle permutes bits of an address below 1024.
@@ -1555,7 +1560,7 @@ def test_the_deterministic_pair_of_hopper(problem: Problem, wrt: tuple[str, ...]
             else:
                 assert side.key_blocks == ceil_div(problem.num_keys, rows)
                 assert kernel.grid == problem.batch * key_heads * side.key_blocks
-            dims = plan.bucket(problem.head_dim1), plan.bucket(problem.head_dim2)
+            dims = tiling.bucket(problem.head_dim1), tiling.bucket(problem.head_dim2)
             fixed, trained = dims[2 - side.side], dims[side.side - 1]
             assert cut["kFixedSteps"] <= fixed // 16
             assert cut["kTrainedSteps"] <= trained // 16
@@ -1570,8 +1575,8 @@ def test_the_pair_stands_in_where_the_fused_kernel_of_hopper_has_no_tile(side: i
 
 
 def test_override_of_the_tile_of_the_pair() -> None:
-    tile = plan.PairWarpgroupTile(3, 32, 2, 3, 1, 2)
-    with plan.override(backward_tiles=dict.fromkeys(plan.PAIR_KERNELS, tile)):
+    tile = tiling.PairWarpgroupTile(3, 32, 2, 3, 1, 2)
+    with plan.override(backward_tiles=dict.fromkeys(tiling.PAIR_KERNELS, tile)):
         chosen = plan.backward(hopper_problem(), HOPPER, ("q2", "k2"), strategy="separate")
     for kernel in chosen.kernels[1:]:
         assert tuple(value for _, value in kernel.template[4:-2]) == dataclasses.astuple(tile)
@@ -1594,7 +1599,7 @@ def test_override_of_the_pair_by_kernels_of_two_generations_is_refused(job: str)
         plan.backward(hopper_problem(), HOPPER, ("q2", "k2"), strategy="fused")
 
 
-def pair_layout_source(kernels: Sequence[plan.Specialisation]) -> str:
+def pair_layout_source(kernels: Sequence[catalogue.Specialisation]) -> str:
     """C++ with the bytes of shared memory of each, and where its swizzled buffers begin."""
     read = {
         name: re.sub(r"//.*", "", (jit.source_directory() / name).read_text())
@@ -1633,7 +1638,7 @@ def pair_layout_source(kernels: Sequence[plan.Specialisation]) -> str:
     host_compiler.missing_compiler() is not None, reason=str(host_compiler.missing_compiler())
 )
 def test_shared_memory_of_the_pair(tmp_path: Path) -> None:
-    kernels = [one for one in plan.specialisations("sm_90a") if one[0] in plan.PAIR_KERNELS]
+    kernels = [one for one in catalogue.specialisations("sm_90a") if one[0] in tiling.PAIR_KERNELS]
     source = tmp_path / "pair.cpp"
     source.write_text(pair_layout_source(kernels))
     layouts = (ctypes.c_int * 7 * len(kernels)).in_dll(
@@ -1641,7 +1646,7 @@ def test_shared_memory_of_the_pair(tmp_path: Path) -> None:
     )
     for (name, template), (total, *offsets) in zip(kernels, layouts, strict=True):
         cut = dict(template)
-        tile = plan.PairWarpgroupTile(*(int(value) for _, value in template[4:-2]))
+        tile = tiling.PairWarpgroupTile(*(int(value) for _, value in template[4:-2]))
         dims = int(cut["kHeadDim1"]), int(cut["kHeadDim2"])
         fixed, trained = dims if cut["kSide"] == 2 else dims[::-1]
         assert tile.shared_memory(name, fixed, trained) == total
@@ -1655,7 +1660,7 @@ def test_shared_memory_of_the_pair(tmp_path: Path) -> None:
 @settings(max_examples=300)
 def test_one_pass_for_both_sides(problem: Problem, wrt: tuple[str, ...]) -> None:
     chosen = plan.backward(problem, HOPPER, wrt, strategy="separate")
-    fits = plan.bucket(problem.head_dim1) + plan.bucket(problem.head_dim2) <= 256
+    fits = tiling.bucket(problem.head_dim1) + tiling.bucket(problem.head_dim2) <= 256
     can = fits and problem.num_rows > 0 and problem.num_keys > 0
     can = can and problem.kernel_mask == "kPlain" and not problem.has_softcap
     has_dq = can and {"q1", "q2"} <= set(wrt)
@@ -1684,8 +1689,8 @@ def test_one_pass_for_both_sides(problem: Problem, wrt: tuple[str, ...]) -> None
         assert kernel.boxes == ((rows, cols) if "kBlockK" in cut else (cols, rows))
         assert num_blocks == ceil_div(num_rows, rows)
         assert kernel.grid == problem.batch * heads * num_blocks
-        assert cut["kSteps1"] <= plan.bucket(problem.head_dim1) // 16
-        assert cut["kSteps2"] <= plan.bucket(problem.head_dim2) // 16
+        assert cut["kSteps1"] <= tiling.bucket(problem.head_dim1) // 16
+        assert cut["kSteps2"] <= tiling.bucket(problem.head_dim2) // 16
 
 
 def test_both_sides_stay_apart_where_that_is_asked_for() -> None:
@@ -1698,7 +1703,7 @@ def test_both_sides_stay_apart_where_that_is_asked_for() -> None:
         names = [kernel.kernel for kernel in chosen.kernels]
         return [name for name in names if name != "backward_prepare"]
 
-    assert kernels(strategy="separate") == list(plan.BOTH_KERNELS)
+    assert kernels(strategy="separate") == list(tiling.BOTH_KERNELS)
     assert kernels(deterministic=True, given=("lse2",)) == 2 * fused
     assert kernels(strategy="fused") == 2 * fused
     assert "backward_dq_sm80" in kernels(deterministic=True, force="backward_dq_sm80")
@@ -1706,7 +1711,7 @@ def test_both_sides_stay_apart_where_that_is_asked_for() -> None:
         assert kernels(deterministic=True) == 2 * fused
         assert kernels(deterministic=True, strategy="separate") == 2 * pair
     # What measures a tile of a kernel gets that kernel.
-    tile = plan.PairWarpgroupTile(2, 32, 2, 2, 1, 2)
+    tile = tiling.PairWarpgroupTile(2, 32, 2, 2, 1, 2)
     with plan.override(backward_tiles={"backward_dq_sm90": tile}):
         assert kernels(strategy="separate") == 2 * pair
     with plan.override(strategy="fused"):
@@ -1757,17 +1762,17 @@ def test_a_kernel_of_both_sides_that_cannot_run_says_why(
     plan.backward(problem, HOPPER, ("q2", "k2"), force=kernel)
 
 
-@pytest.mark.parametrize("kernel", plan.BOTH_KERNELS)
+@pytest.mark.parametrize("kernel", tiling.BOTH_KERNELS)
 def test_override_of_the_tile_of_both_sides(kernel: str) -> None:
-    tile = plan.BothWarpgroupTile(32, 3, 1, 2, logits_first=False)
-    assert tile not in plan.tile_candidates(kernel, hopper_problem(), HOPPER)
+    tile = tiling.BothWarpgroupTile(32, 3, 1, 2, logits_first=False)
+    assert tile not in catalogue.tile_candidates(kernel, hopper_problem(), HOPPER)
     with plan.override(backward_tiles={kernel: tile}):
         chosen = plan.backward(hopper_problem(), HOPPER, INPUTS, deterministic=True)
     cut = next(arguments(one) for one in chosen.kernels if one.kernel == kernel)
     assert tuple(cut.values())[3:] == dataclasses.astuple(tile)
 
 
-def both_layout_source(kernels: Sequence[plan.Specialisation]) -> str:
+def both_layout_source(kernels: Sequence[catalogue.Specialisation]) -> str:
     """C++ with the bytes of shared memory of each, and where its swizzled buffers begin."""
     read = {
         name: re.sub(r"//.*", "", (jit.source_directory() / name).read_text())
@@ -1800,7 +1805,7 @@ def both_layout_source(kernels: Sequence[plan.Specialisation]) -> str:
     host_compiler.missing_compiler() is not None, reason=str(host_compiler.missing_compiler())
 )
 def test_shared_memory_of_both_sides(tmp_path: Path) -> None:
-    kernels = [one for one in plan.specialisations("sm_90a") if one[0] in plan.BOTH_KERNELS]
+    kernels = [one for one in catalogue.specialisations("sm_90a") if one[0] in tiling.BOTH_KERNELS]
     source = tmp_path / "both.cpp"
     source.write_text(both_layout_source(kernels))
     layouts = (ctypes.c_int * 6 * len(kernels)).in_dll(
@@ -1809,7 +1814,7 @@ def test_shared_memory_of_both_sides(tmp_path: Path) -> None:
     for (name, template), (total, *offsets) in zip(kernels, layouts, strict=True):
         cut = dict(template)
         sizes = (int(value) for _, value in template[3:-1])
-        tile = plan.BothWarpgroupTile(*sizes, logits_first=bool(cut["kLogitsFirst"]))
+        tile = tiling.BothWarpgroupTile(*sizes, logits_first=bool(cut["kLogitsFirst"]))
         planned = tile.shared_memory(name, int(cut["kHeadDim1"]), int(cut["kHeadDim2"]))
         assert planned == total, jit.render(name, template)
         assert all(offset % 1024 == 0 for offset in offsets)

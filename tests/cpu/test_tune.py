@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamkl_cupy import jit, plan, timing, tune
+from streamkl_cupy import catalogue, jit, plan, tiling, timing, tune
 from streamkl_cupy.problem import contiguous
 from tests.compile_all import missing_compiler
 
@@ -77,7 +77,7 @@ def sweep(
 
 
 def test_the_fastest_tile_and_number_of_splits_are_found() -> None:
-    wanted = plan.WarpgroupTile(2, 96, 3, False)
+    wanted = tiling.WarpgroupTile(2, 96, 3, False)
 
     def each_ms(made: Any) -> float:
         return 1.0 + 0.1 * (made.tile != wanted) + 0.01 * abs(made.num_splits - 16)
@@ -166,7 +166,7 @@ def test_without_a_right_choice_of_the_plan_there_is_no_sweep() -> None:
 
 def test_the_best_tiles_of_separate_kernels_are_put_together() -> None:
     of = task(wrt=("q2", "k2"), deterministic=True)
-    tile = plan.BackwardTile(1, 8, 32, 32, 2)
+    tile = tiling.BackwardTile(1, 8, 32, 32, 2)
 
     def each_ms(made: Any) -> float:
         side = made.sides[0]
@@ -183,9 +183,9 @@ def test_the_best_tiles_of_separate_kernels_are_put_together() -> None:
 
 
 def test_only_tiles_of_one_generation_are_put_together() -> None:
-    narrow, wide = plan.BackwardTile(1, 2, 16, 16, 2), plan.BackwardTile(1, 8, 32, 32, 2)
+    narrow, wide = tiling.BackwardTile(1, 2, 16, 16, 2), tiling.BackwardTile(1, 8, 32, 32, 2)
 
-    def separate(kernel: str, tile: plan.BackwardTile, generation: str | None) -> plan.Choice:
+    def separate(kernel: str, tile: tiling.BackwardTile, generation: str | None) -> plan.Choice:
         return plan.Choice(
             strategy="separate", backward_kernel=generation, backward_tiles=((kernel, tile),)
         )
@@ -272,7 +272,7 @@ def test_kernels_that_must_not_be_chosen(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def small_kernels() -> list[tune.Kernel]:
     small = ("reduce_splits", "backward_prepare", "backward_finish")
-    return [kernel for kernel in plan.specialisations("sm_90a") if kernel[0] in small][:5]
+    return [kernel for kernel in catalogue.specialisations("sm_90a") if kernel[0] in small][:5]
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))

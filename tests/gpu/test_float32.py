@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import streamkl_cupy as skl
-from streamkl_cupy import plan, reference
+from streamkl_cupy import plan, reference, tiling
 from streamkl_cupy.audit import error, nonfinite_rows
 from streamkl_cupy.problem import INPUTS
 from tests.cases import Case, draw, select
@@ -224,8 +224,8 @@ def test_tiles_of_cards_with_less_shared_memory(
     # One warp, whose rows have more columns of 16 bytes than it has threads.
     inputs = draw(rng, num_queries=50, num_keys=70, head_dim1=head_dim)
     arrays = upload_all(cupy_library, inputs)
-    tiles = dict.fromkeys(plan.PORTABLE_PAIR, plan.BackwardTile(1, 1, 16, 16, 2))
-    forward_tile = plan.ForwardTile(1, 1, 1, 16, 16, 2, False)
+    tiles = dict.fromkeys(plan.PORTABLE_PAIR, tiling.BackwardTile(1, 1, 16, 16, 2))
+    forward_tile = tiling.ForwardTile(1, 1, 1, 16, 16, 2, False)
     with plan.override(forward_tile=forward_tile, backward_tiles=tiles):
         assert forward_plan(arrays, {}).kernels[0].block == 32
         chosen = backward_plan(arrays, {}, INPUTS)

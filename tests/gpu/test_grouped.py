@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from streamkl_cupy import plan
+from streamkl_cupy import plan, tiling
 from streamkl_cupy.problem import INPUTS
 from tests.gpu.card import (
     Cupy,
@@ -110,9 +110,9 @@ def test_heads_packed_into_a_tile(
     with plan.override(forward_kernel=forward_kernel):
         try:
             chosen = forward_plan(arrays, options)
-        except plan.PlanError as error:
+        except tiling.PlanError as error:
             pytest.skip(str(error))  # of another card
-        fits = forward_kernel == "forward_sm90" or 2 * num_queries <= plan.FEW_QUERIES
+        fits = forward_kernel == "forward_sm90" or 2 * num_queries <= tiling.FEW_QUERIES
         assert (chosen.heads_per_tile > 1) == fits
         results = run(cupy_library, arrays, options, wrt=(), into=True)
     Expected(inputs, options, wrt=()).check(results)

@@ -11,7 +11,7 @@ from typing import Any
 import cupy
 import pytest
 
-from streamkl_cupy import api, audit, choices, cli, launch, plan
+from streamkl_cupy import api, audit, catalogue, choices, cli, launch, plan
 from streamkl_cupy.problem import Problem, contiguous
 
 SIZES: dict[str, Any] = {
@@ -69,9 +69,9 @@ def test_a_sweep_finds_nothing_wrong(
 def test_calls_go_by_what_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     facts = launch.device_facts(cupy.cuda.Device().id)
     problem: Problem = contiguous("bfloat16", **SIZES, causal=True)
-    candidates = plan.forward_candidates(problem, facts)
+    candidates = catalogue.forward_candidates(problem, facts)
     made = next(one for one in list(candidates)[1:] if one.num_splits > 1)
-    gradients = plan.backward_candidates(problem, facts, ("q2", "k2"))
+    gradients = catalogue.backward_candidates(problem, facts, ("q2", "k2"))
     cut = list(gradients)[-1]
     shape = plan.shape_of(problem)
     card = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
