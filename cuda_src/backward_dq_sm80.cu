@@ -95,7 +95,8 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
         float row_factor[kLines];
         SKL_UNROLL
         for (int line = 0; line < kLines; ++line) {
-            const int query = first_row + row_of_line(line);
+            int query = first_row + row_of_line(line);
+            if constexpr (kMask == kRagged) pin(query);  // one look at the table after the other
             // A row without keys has a zero gradient, whatever dkl is.
             const float dkl =
                 range.begin(query) < range.end(query) ? rows.dkl[query - first_query] : 0.f;
