@@ -1261,8 +1261,8 @@ def test_packed_sequences_are_solved_one_by_one(torch, monkeypatch):
     assert (peer["status"], peer["detail"]) == ("skipped", "it takes no packed sequences here")
 
 
-def _solved_by_the_reference(problem, strategy):
-    return problem.solve(exact=True), strategy
+def _solved_by_the_reference(problem, *, deterministic):
+    return problem.solve(exact=True), f"deterministic={deterministic}"
 
 
 def test_the_table_of_accuracy(torch, monkeypatch):
