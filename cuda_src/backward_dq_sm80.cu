@@ -88,27 +88,29 @@ __global__ void __launch_bounds__(32 * kNumWarps, kNumWarps <= 4 ? 2 : 1)
     float factor = is_same<Element, fp16> ? kFp16Limit : 1.f;  // |ds2| is at most 1
     // A sum that is stored in parts begins with zeros, to which all parts add.
     const auto store_rows = [&](bool begins, bool adds) {
-        int block_of_all = blockIdx.x;
-        // Pinned, or the place of the rows stays in registers from here to the end.
-        if constexpr (is_same<Element, fp32>) pin(block_of_all);
-        const int head = block_of_all / params.num_blocks;
+        int batch = batch_idx, head = head_idx;
+        if constexpr (is_same<Element, fp32>) {
+            // Found anew, or the place of the rows stays in registers from here to the end.
+            int block_of_all = blockIdx.x;
+            pin(block_of_all);
+            batch = block_of_all / params.num_blocks / params.num_heads;
+            head = block_of_all / params.num_blocks % params.num_heads;
+        }
         float row_factor[kLines];
         SKL_UNROLL
         for (int line = 0; line < kLines; ++line) {
             int query = first_row + row_of_line(line);
-            if constexpr (kMask == kRagged) pin(query);  // one look at the table after the other
+            if constexpr (is_same<Element, fp32>) pin(query);  // one by one, or they spill
             // A row without keys has a zero gradient, whatever dkl is.
             const float dkl =
                 range.begin(query) < range.end(query) ? rows.dkl[query - first_query] : 0.f;
             row_factor[line] =
                 begins ? 0.f : dkl * (params.gradient_scale * gradient_unit<kSide> / factor);
         }
-        store_gradient<Element>(params.dq,
-                                head / params.num_heads * params.dq_rows.batch_stride +
-                                    head % params.num_heads * params.dq_rows.head_stride,
-                                params.dq_rows.row_stride, first_row, range.num_queries,
-                                kSide == 1 ? params.head_dim1 : params.head_dim2, dq, row_factor,
-                                adds);
+        store_gradient<Element>(
+            params.dq, batch * params.dq_rows.batch_stride + head * params.dq_rows.head_stride,
+            params.dq_rows.row_stride, first_row, range.num_queries,
+            kSide == 1 ? params.head_dim1 : params.head_dim2, dq, row_factor, adds);
     };
     if constexpr (is_same<Element, fp32>) store_rows(true, false);
 
