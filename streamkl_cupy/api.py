@@ -224,7 +224,9 @@ def attention_kl(
     q_offset
         The place of query 0 among the keys instead of ``N_K - N_Q``, any int: for queries that
         come in chunks, or keys of which each device holds a part. Queries may lie before the
-        first key or behind the last.
+        first key or behind the last. One int for the whole batch, where the default of a padded or
+        packed one is each entry's own: under a mask its queries come in chunks, or its keys in
+        parts, only if the offset is the same in every entry.
     scale1, scale2
         Factors of the logits, any finite number; by default ``D_t ** -0.5``. A softmax at
         temperature T is one of the scale ``D_t ** -0.5 / T``.
@@ -239,13 +241,16 @@ def attention_kl(
         or the whole length. All else is padding, whose memory may hold anything: padded queries
         have ``kl = 0`` and ``lse = -inf``, and their `lse1`, `lse2` and dkl do not matter. Masks
         are counted from what is there: `causal` lets the last query of each entry see the last
-        key of it. The lengths are read on the device alone, and cut to what there is.
+        key of it. The lengths are read on the device alone, and cut to what there is. Inputs of
+        rank 3 or 2 are one entry, with one length for all heads.
     cu_seqlens_q, cu_seqlens_k
         Of packed sequences, both together: where each begins, and where the last one ends; int32
         of shape ``(B + 1,)``, where the inputs lie. q1 is ``(N_Q, H, D1)`` then, k1
         ``(N_K, HK1, D1)``, q2 and k2 alike, N_Q and N_K the lengths of all sequences together, and
         kl and lse are ``(H, N_Q)``. Masks are counted within each sequence, which may have no
-        queries or no keys. Queries of no sequence are as padded ones. Read on the device alone.
+        queries or no keys. Queries of no sequence are as padded ones. The values must never
+        decrease and lie within the arrays. On the CPU others raise; on a GPU that is not checked,
+        as nothing on the device is read by the host.
     max_seqlen_q, max_seqlen_k
         The lengths of the longest sequences, or more: the plan goes by them, the values do not. By
         default N_Q and N_K.
@@ -258,7 +263,8 @@ def attention_kl(
         Log-sum-exps to divide by instead of those over the keys of this call, one or both: of a
         softmax that also covers keys that are not here, such as sinks or another shard. One value
         a query row in the shape of kl, of any strides from 0 up: float32 on a GPU, any float dtype
-        on the CPU. Constants for `attention_kl_backward`.
+        on the CPU. Finite wherever a row sees a key: else what comes of the row is not defined.
+        Constants for `attention_kl_backward`.
     return_state
         Return all that `attention_kl_backward` needs.
     return_entropy
@@ -300,7 +306,8 @@ def attention_kl(
     With a given ``lse_t`` the masses ``p_t,j = exp(s_t,j - lse_t)`` need not add up to 1, and
     ``kl = sum_j p1_j (log p1_j - log p2_j)``, this call's share of the divergence over all keys
     that the log-sum-exps cover. ``mass1`` of the state is ``sum_j p1_j``. A row without keys has
-    ``kl = mass1 = 0``.
+    ``kl = mass1 = 0``. The pass over the keys is the same, and what is given takes the place of the
+    rows' own log-sum-exps behind it: it saves no time.
 
     Examples
     --------
@@ -328,6 +335,30 @@ def attention_kl(
     >>> attention_kl(q, k1, q, k2, softcap2=0.5).round(6)
     array([0.029454])
 
+    At temperature 2 the logits of P2 are 0 and 0.55:
+
+    >>> attention_kl(q, k1, q, k2, scale1=0.5, scale2=0.5).round(6)
+    array([0.037252])
+
+    Three queries on three keys, each of which sees its own key and the one before:
+
+    >>> q, k1 = np.ones((3, 1)), np.zeros((3, 1))
+    >>> k2 = np.log([[1.0], [3.0], [1.0]])
+    >>> attention_kl(q, k1, q, k2, window=(1, 0)).round(6)
+    array([0.      , 0.143841, 0.143841])
+
+    The same for the query of the second key alone:
+
+    >>> attention_kl(q[1:2], k1, q[1:2], k2, window=(1, 0), q_offset=1).round(6)
+    array([0.143841])
+
+    A padded batch of one query on two keys and of one query on one key:
+
+    >>> q, k1 = np.ones((2, 1, 1, 1)), np.zeros((2, 1, 2, 1))
+    >>> k2 = np.log([1.0, 3.0, 1.0, 3.0]).reshape(2, 1, 2, 1)
+    >>> attention_kl(q, k1, q, k2, kv_lens=np.int32([2, 1])).round(6).tolist()
+    [[[0.143841]], [[0.0]]]
+
     Two sequences, packed, of two queries on one key and of one query on two:
 
     >>> q, k1 = np.ones((3, 1, 1)), np.zeros((3, 1, 1))
@@ -351,7 +382,7 @@ def attention_kl(
     )
     given, of_given = _take_given(lse1, lse2, inputs)
     if given and return_entropy:
-        expected, remedy = "False with given log-sum-exps", f"leave out {' and '.join(given)}"
+        expected, remedy = "False with given log-sum-exps", f"leave out {_listed(given)}"
         raise ValueError(message("return_entropy", expected, "True", remedy))
     names = _STATE + ("mass1",) * bool(given) + launch.ENTROPIES * return_entropy
     outputs = {} if out is None else _take_state_outputs(out, returns_state, inputs, names, given)
@@ -457,8 +488,8 @@ def attention_kl_backward(
         not computed.
     strategy
         ``"fused"`` computes the gradients of a side together, ``"separate"`` those of queries and
-        of keys one by one, on Hopper for both sides in one pass; ``"auto"`` takes what is faster.
-        No matter on the CPU. float32 inputs on a GPU have no ``"fused"``.
+        of keys one by one, on Hopper by kernels that serve both sides where they can; ``"auto"``
+        takes what is faster. No matter on the CPU. float32 inputs on a GPU have no ``"fused"``.
     deterministic
         Make two runs agree bit for bit, which ``"fused"`` does not promise. With ``"auto"`` the
         blocks of Hopper's fused kernel then add to dQ one after the other, where that is faster
@@ -576,15 +607,18 @@ def merge_states(*states: KLState, out: KLState | None = None) -> KLState:
 
     For keys that do not come in one piece: shards of several devices, or blocks as they arrive.
     Each part is computed with the same queries and scales and the keys of the part; the states
-    merge in any order, also merged ones again. Their entropies do not. Under a mask each part has a
-    `q_offset` of its own, that of the whole less the part's first key, in the backward too.
+    merge in any order, also merged ones again. Under a mask each part has a `q_offset` of its own,
+    that of the whole less the part's first key, in the backward too. It is one int for the whole
+    batch: parts of a padded or packed batch under a mask need the same offset in every entry, and
+    merge freely without one.
 
     Parameters
     ----------
     *states
         At least one, of the same rows, on one device, each a result of `attention_kl` with
-        ``return_state=True``, of this function or of `KLState.from_lse`. A row that sees no key of
-        a part has ``lse = -inf`` there, and the part adds nothing to it.
+        ``return_state=True``, of this function or of `KLState.from_lse`; without entropies and
+        without given log-sum-exps. A row that sees no key of a part has ``lse = -inf`` there, and
+        the part adds nothing to it.
     out
         A `KLState` to write to, whose low parts may be missing.
 
@@ -599,7 +633,8 @@ def merge_states(*states: KLState, out: KLState | None = None) -> KLState:
     ------
     TypeError, ValueError, ImportError, RuntimeError
         As `attention_kl`. The arrays of a state are constants: a torch tensor that requires grad
-        raises, and no gradient goes through the merge.
+        and a JAX tracer raise, and no gradient goes through the merge. A state with entropies
+        raises because those of the whole come from one call over all keys alone.
 
     Notes
     -----
@@ -627,11 +662,7 @@ def merge_states(*states: KLState, out: KLState | None = None) -> KLState:
     names: list[str] = []
     values: list[Any] = []
     for position, state in enumerate(states):
-        if _check_state(f"states[{position}]", state).given:
-            expected = "a state with log-sum-exps of its own"
-            got = f"one with given {' and '.join(state.given)}"
-            remedy = "add up kl and mass1 of parts that share what is given"
-            raise ValueError(message(f"states[{position}]", expected, got, remedy))
+        _check_mergeable(f"states[{position}]", state)
         for name, value in _parts(state, _LOWS).items():
             names.append(f"{position}.{name}")
             values.append(value)
@@ -717,7 +748,7 @@ def warmup(
     unaligned
         Prepare also for inputs whose addresses or strides are not multiples of 16 bytes.
     windowed
-        Prepare also for calls with a window that has a left side.
+        Prepare also for calls with a window, or with a mask at a `q_offset`.
     ragged
         Prepare also for padded batches and packed sequences.
     entropy
@@ -848,18 +879,22 @@ class Prepared:
         Size of the workspace that a launch needs, on the card, aligned to 256 bytes.
     """
 
-    __slots__ = ("_chain", "_chosen", "_device_index", "_is_loaded", "workspace_bytes")
+    __slots__ = (
+        "_chain", "_chosen", "_device_index", "_is_loaded", "_warmup", "workspace_bytes",
+    )  # fmt: skip
 
     def __init__(
         self,
         chosen: plan.ForwardPlan | plan.BackwardPlan | plan.MergePlan,
         chain: Chain,
         device_index: int,
+        warmup: Mapping[str, Any],
     ) -> None:
         self.workspace_bytes = chosen.workspace_bytes
         self._chosen = chosen
         self._chain = chain
         self._device_index = device_index
+        self._warmup = warmup
         self._is_loaded = False
         if env.debug():
             kernels = " ".join(kernel.kernel for kernel in chosen.kernels) or "nothing to launch"
@@ -893,11 +928,12 @@ class Prepared:
             )
         ]
         if missing and interop.is_capturing(stream):
+            options = {**self._warmup, "device": self._device_index}
+            arguments = ", ".join(f"{name}={value!r}" for name, value in options.items())
             raise RuntimeError(
                 f"{self._chosen.name}: expected its kernels to be loaded before a graph is "
                 f"captured, got {', '.join(missing)} not loaded; before the capture call "
-                "streamkl_cupy.warmup with the head dimensions, dtype and wrt of this call, or "
-                "make this call once."
+                f"streamkl_cupy.warmup({arguments}), or make this call once."
             )
 
     def launch(self, pointers: Mapping[str, int], workspace: int, stream: int) -> None:
@@ -946,7 +982,9 @@ def prepare_forward(
     facts = launch.device_facts(device_index)
     names = tuple(n for n, of in zip(("lse1", "lse2"), given, strict=True) if of is not None)
     chosen = plan.forward(problem, facts, force=force, given=names, has_entropy=has_entropy)
-    return Prepared(chosen, launch.forward(chosen, problem, device_index, given), device_index)
+    chain = launch.forward(chosen, problem, device_index, given)
+    options = {"backward": False} | ({"entropy": True} if has_entropy else {})
+    return Prepared(chosen, chain, device_index, _warmup_options(problem) | options)
 
 
 @functools.lru_cache(maxsize=_REMEMBERED)
@@ -986,7 +1024,27 @@ def prepare_backward(
         force=force,
         given=given,
     )
-    return Prepared(chosen, launch.backward(chosen, problem, dkl, device_index), device_index)
+    chain = launch.backward(chosen, problem, dkl, device_index)
+    return Prepared(chosen, chain, device_index, _warmup_options(problem) | {"wrt": asked})
+
+
+def _warmup_options(problem: Problem) -> dict[str, Any]:
+    """What `warmup` must be told of a problem to load all that its plans need, whatever gradients
+    and entropies are wanted."""
+    options: dict[str, Any] = {
+        "head_dim1": problem.head_dim1,
+        "head_dim2": problem.head_dim2,
+        "dtype": problem.dtype,
+    }
+    if problem.arithmetic != problem.dtype:
+        options["precision"] = problem.precision
+    flags = {
+        "unaligned": not problem.aligned,
+        "windowed": problem.kernel_mask == "kWindow",
+        "ragged": problem.kernel_mask == "kRagged",
+        "softcap": problem.has_softcap,
+    }
+    return options | {name: True for name, is_wanted in flags.items() if is_wanted}
 
 
 @functools.lru_cache(maxsize=_REMEMBERED)
@@ -1003,7 +1061,8 @@ def prepare_merge(num_rows: int, num_states: int, device_index: int) -> Prepared
         The card.
     """
     chosen = plan.merge(num_rows, num_states, launch.device_facts(device_index))
-    return Prepared(chosen, launch.merge(chosen, num_rows, device_index), device_index)
+    chain = launch.merge(chosen, num_rows, device_index)
+    return Prepared(chosen, chain, device_index, {"backward": False})
 
 
 def _launch(
@@ -1202,6 +1261,30 @@ def _check_state(name: str, state: Any) -> KLState:
             )
         )
     return state
+
+
+def _check_mergeable(name: str, state: Any) -> None:
+    if given := _check_state(name, state).given:
+        remedy = "add up kl and mass1 of parts that share what is given"
+        if len(given) == 1:
+            # Each part has divided its other side by its own keys alone.
+            remedy = (
+                "compute the parts again with both lse1 and lse2 of the whole given, then add up "
+                "kl and mass1"
+            )
+        expected, got = "a state with log-sum-exps of its own", f"one with given {_listed(given)}"
+        raise ValueError(message(name, expected, got, remedy))
+    if entropies := [n for n in launch.ENTROPIES if getattr(state, n) is not None]:
+        remedy = (
+            "leave out return_entropy to merge kl alone, or take the entropies from one call over "
+            "all keys"
+        )
+        got = f"one with {_listed(entropies)}"
+        raise ValueError(message(name, "a state without entropies", got, remedy))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(names)
 
 
 def _parts(state: KLState, optional: tuple[str, ...]) -> dict[str, Any]:

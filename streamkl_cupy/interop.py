@@ -256,8 +256,8 @@ def take(argument: str, value: Any, like: Array | Group | None = None, first: st
     Examples
     --------
     >>> import numpy as np
-    >>> take("q1", np.zeros((4, 8), np.float32)).strides
-    (8, 1)
+    >>> take("q1", np.zeros((4, 8), np.float32)).shape
+    (4, 8)
     """
     library = _libraries.get(type(value)) or _find_library(argument, value)
     if like is not None and library is not like.library and library.name != like.library.name:
@@ -512,14 +512,11 @@ class _Jax(_Exchange):
             raise ValueError(message(argument, "a JAX array with data", "a deleted one", remedy))
         devices = value.devices()
         if len(devices) != 1:
-            raise ValueError(
-                message(
-                    argument,
-                    "a JAX array on one device",
-                    f"one sharded over {len(devices)} devices",
-                    "call once per shard, for example inside jax.shard_map by streamkl_cupy.jax",
-                )
-            )
+            remedy = "call once per shard, for example inside jax.shard_map by streamkl_cupy.jax"
+            if _is_merged(argument):
+                remedy = "merge once per shard, value.addressable_shards[i].data"
+            got = f"one sharded over {len(devices)} devices"
+            raise ValueError(message(argument, "a JAX array on one device", got, remedy))
         kind, index = value.__dlpack_device__()
         dtype = value.dtype.name
         if dtype not in _VIEWED:
@@ -682,14 +679,11 @@ def _find_library(argument: str, value: Any) -> Library:
     elif _is_instance(value, "jax", "Array"):
         jax = sys.modules["jax"]
         if isinstance(value, jax.core.Tracer):
-            raise TypeError(
-                message(
-                    argument,
-                    "a JAX array with values",
-                    f"a tracer ({kind.__name__})",
-                    "inside jit, grad or vmap call streamkl_cupy.jax",
-                )
-            )
+            remedy = "inside jit, grad or vmap call streamkl_cupy.jax"
+            if _is_merged(argument):
+                remedy = f"call merge_states outside of jit, grad and vmap, and {_BACKWARD}"
+            got = f"a tracer ({kind.__name__})"
+            raise TypeError(message(argument, "a JAX array with values", got, remedy))
         library = _Jax(jax)
     elif isinstance(value, np.ndarray):
         if isinstance(value, np.ma.MaskedArray):
@@ -772,13 +766,20 @@ def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+# No front door has `merge_states`, so what others find there is got by other means.
+_BACKWARD = "attention_kl_backward with the merged state for the gradients of each part"
+
+
+def _is_merged(argument: str) -> bool:
+    """Whether messages speak of an array of a state that is to be merged."""
+    return argument.startswith("states[")
+
+
 def _lost_gradient(argument: str, got: str) -> str:
-    return message(
-        argument,
-        "a torch tensor outside autograd",
-        got,
-        "call streamkl_cupy.torch, which is differentiable, or pass value.detach()",
-    )
+    remedy = "call streamkl_cupy.torch, which is differentiable, or pass value.detach()"
+    if _is_merged(argument):
+        remedy = f"pass value.detach(), and call {_BACKWARD}"
+    return message(argument, "a torch tensor outside autograd", got, remedy)
 
 
 def _not_dense(argument: str, got: str) -> TypeError:
@@ -786,14 +787,10 @@ def _not_dense(argument: str, got: str) -> TypeError:
 
 
 def _wrapped_tensor(argument: str, got: str) -> TypeError:
-    return TypeError(
-        message(
-            argument,
-            "a torch tensor with memory of its own",
-            got,
-            "call streamkl_cupy.torch, which can be traced and transformed",
-        )
-    )
+    remedy = "call streamkl_cupy.torch, which can be traced and transformed"
+    if _is_merged(argument):
+        remedy = f"call merge_states outside of torch.func and torch.compile, and {_BACKWARD}"
+    return TypeError(message(argument, "a torch tensor with memory of its own", got, remedy))
 
 
 def _wrong_device(argument: str, got: str) -> ValueError:

@@ -146,8 +146,9 @@ def attention_kl(
         multiplied, not ``jax_default_matmul_precision``.
     kv_starts, kv_lens, q_lens, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         The lengths of a padded batch or of packed sequences, as `streamkl_cupy.attention_kl` takes
-        them; the last two are fixed when a call is traced. Of packed sequences kl is ``(H, N_Q)``,
-        and `jax.vmap` maps none.
+        them; the last two are fixed when a call is traced. Inputs of rank 3 are one batch entry,
+        with one length for all heads. Of packed sequences kl is ``(H, N_Q)``, and `jax.vmap` maps
+        none.
     reduction
         ``"none"`` for one value a query row; ``"sum"`` over all of them; ``"mean"`` over the rows
         that see a key, which is 0 where there is none; ``"batchmean"``, the sum divided by the
@@ -158,7 +159,8 @@ def attention_kl(
         (by 1 if these sum to 0). Differentiable too.
     lse1, lse2
         Log-sum-exps to divide by instead of the rows' own, as `streamkl_cupy.attention_kl` takes
-        them. Differentiable too; `jax.lax.stop_gradient` makes constants of them.
+        them, finite wherever a row sees a key: else what comes of the row is not defined.
+        Differentiable too; `jax.lax.stop_gradient` makes constants of them.
     deterministic
         Make two backward runs agree bit for bit.
     return_lse
@@ -172,8 +174,8 @@ def attention_kl(
     Returns
     -------
     jax.Array or tuple of jax.Array
-        Divergences in nats, of the shape of q1 without its last axis or a scalar: float32, or
-        float64 for float64 inputs.
+        Divergences in nats, of the shape of q1 without its last axis (of packed sequences
+        ``(H, N_Q)``) or a scalar: float32, or float64 for float64 inputs.
 
     Raises
     ------
@@ -398,6 +400,8 @@ def _rows_backward(
         if name in wanted:
             mass1 = saved[options.saved.index("mass1"), ..., None]
             gradient = dkl * (mass1 if name == "lse2" else -(kl + mass1))
+            # No key, whatever dkl holds, or no more of P1 than underflows, as kl then does, too.
+            gradient = jax.numpy.where(mass1 == 0, 0, gradient)
             found[name] = gradient.astype(lse.dtype)
     return tuple(found.get(name) for name in names)
 

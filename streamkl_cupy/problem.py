@@ -560,7 +560,8 @@ def check_window(window: Any, q_offset: Any) -> tuple[Window, int | None]:
     Returns
     -------
     tuple
-        The window with None where there is no limit, and the offset as int or None.
+        The window with None where there is no limit, and the offset as int or None. Numbers that
+        no length comes near are replaced by smaller ones that make the same mask.
 
     Raises
     ------
@@ -589,7 +590,19 @@ def check_window(window: Any, q_offset: Any) -> tuple[Window, int | None]:
         remedy = "pass the place of the first query among the keys, or leave it out"
         raise TypeError(message("q_offset", "a whole number", _spell(q_offset), remedy))
     left, right = (None if side is None or side == -1 else int(side) for side in sides)
-    return (left, right), None if q_offset is None else int(q_offset)
+    q_offset = None if q_offset is None else int(q_offset)
+    if q_offset is not None and not -MAX_LENGTH <= q_offset <= MAX_LENGTH:
+        # From there no query has a key at its place, and what counts is where its window begins
+        # and ends: both sides move against the offset.
+        moved = max(-MAX_LENGTH, min(MAX_LENGTH, q_offset)) - q_offset
+        left = None if left is None else max(0, left + moved)
+        right = None if right is None else max(0, right - moved)
+        q_offset += moved
+    if left is not None and left > 2 * MAX_LENGTH:
+        left = 2 * MAX_LENGTH
+    if right is not None and right > 2 * MAX_LENGTH:
+        right = 2 * MAX_LENGTH
+    return (left, right), q_offset
 
 
 def check_softcaps(softcap1: Any, softcap2: Any) -> tuple[float, float]:
@@ -1031,6 +1044,8 @@ def describe_lengths(names: tuple[str, ...], max_seqlen_q: Any, max_seqlen_k: An
 def check_lengths(problem: Problem, operand: Operand, device: Device) -> None:
     """Check an array of lengths, whose values are not looked at.
 
+    A padded batch has one length a batch entry, inputs of rank 3 and 2 one for all heads.
+
     Parameters
     ----------
     problem
@@ -1065,6 +1080,8 @@ def check_lengths(problem: Problem, operand: Operand, device: Device) -> None:
     if operand.shape != shape:
         got = str(operand.shape)
         remedy = "pass it for the whole batch"
+        if shape == (1,) and not problem.ragged.is_packed:
+            remedy = "pass one length for all heads, or batch and heads apart, at rank 4"
         raise ValueError(message(operand.name, f"{expected}, shape {shape}", got, remedy))
     _check_contiguous(operand)
     _check_alignment(operand, 4)
@@ -1087,7 +1104,8 @@ def check_rows(
     operand
         The array. float32 on the GPU, any of the float dtypes on the CPU.
     shape
-        The shape it must have: that of q1 without its last axis, in the caller's layout.
+        The shape it must have: that of q1 without its last axis, in the caller's layout; of
+        packed sequences ``(H, N_Q)``.
     device
         Where the inputs lie.
     contiguous
@@ -1116,10 +1134,11 @@ def check_rows(
     _check_row_dtype(operand, device)
     _check_device(operand, "q1", device)
     if operand.shape != shape:
-        expected = f"the shape of q1 without its last axis, {shape}"
-        raise ValueError(
-            message(operand.name, expected, str(operand.shape), "pass one value a query row")
-        )
+        expected = "the shape of q1 without its last axis"
+        if problem.layout == "packed":
+            expected = "the shape of kl, (H, N_Q) for packed sequences"
+        got, remedy = str(operand.shape), "pass one value a query row"
+        raise ValueError(message(operand.name, f"{expected}, {shape}", got, remedy))
     _check_strides(operand)
     if contiguous:
         _check_contiguous(operand)

@@ -19,6 +19,7 @@ lengths.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, overload
@@ -41,13 +42,14 @@ _Index = NDArray[np.intp]
 
 _NAMES = ("q1", "k1", "q2", "k2")
 _LAYOUTS = ("bhnd", "bnhd")
+_CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_k")
 
 # Logits of one block: 4 MiB in float64, so that the handful of temporaries stays near the cache.
 _BLOCK_ELEMENTS = 1 << 19
 
 
 class ReferenceState(NamedTuple):
-    """What the backward needs: float64 arrays of the shape of ``q`` without its last axis."""
+    """What the backward needs: float64 arrays with one value a query row."""
 
     kl: _Float64
     lse1: _Float64
@@ -108,6 +110,9 @@ def attention_kl(
     q_lens: ArrayLike | None = ...,
     cu_seqlens_q: ArrayLike | None = ...,
     cu_seqlens_k: ArrayLike | None = ...,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    precision: str | None = ...,
     lse1: ArrayLike | None = ...,
     lse2: ArrayLike | None = ...,
     return_state: Literal[False] = ...,
@@ -132,6 +137,9 @@ def attention_kl(
     q_lens: ArrayLike | None = ...,
     cu_seqlens_q: ArrayLike | None = ...,
     cu_seqlens_k: ArrayLike | None = ...,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    precision: str | None = ...,
     lse1: None = ...,
     lse2: None = ...,
     return_state: Literal[True],
@@ -156,6 +164,9 @@ def attention_kl(
     q_lens: ArrayLike | None = ...,
     cu_seqlens_q: ArrayLike | None = ...,
     cu_seqlens_k: ArrayLike | None = ...,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    precision: str | None = ...,
     lse1: ArrayLike | None = ...,
     lse2: ArrayLike | None = ...,
     return_state: Literal[True],
@@ -180,6 +191,9 @@ def attention_kl(
     q_lens: ArrayLike | None = ...,
     cu_seqlens_q: ArrayLike | None = ...,
     cu_seqlens_k: ArrayLike | None = ...,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    precision: str | None = ...,
     return_entropy: Literal[True],
 ) -> EntropyState: ...
 def attention_kl(
@@ -201,6 +215,9 @@ def attention_kl(
     q_lens: ArrayLike | None = None,
     cu_seqlens_q: ArrayLike | None = None,
     cu_seqlens_k: ArrayLike | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    precision: str | None = None,
     lse1: ArrayLike | None = None,
     lse2: ArrayLike | None = None,
     return_state: bool = False,
@@ -235,14 +252,19 @@ def attention_kl(
     kv_starts, kv_lens, q_lens
         Of a padded batch, each of shape ``(B,)``: the first key of an entry, how many keys it has
         from there on, and how many queries. By default 0 and the whole lengths. The offset is
-        counted from the first key, and by default by the lengths of the entry.
+        counted from the first key, and by default by the lengths of the entry. At ranks 3 and 2
+        ``B`` is 1: one length for all heads. What is out of range is cut to what there is.
     cu_seqlens_q, cu_seqlens_k
         Of packed sequences, each of shape ``(B + 1,)``: where they begin, and where the last one
-        ends. The inputs are ``(N_Q, H, D1)``, ``(N_K, HK1, D1)`` and so on then, what is returned
-        for each query ``(H, N_Q)``. The offset is that within each sequence.
+        ends, numbers that never decrease, from 0 up to at most the length. The inputs are
+        ``(N_Q, H, D1)``, ``(N_K, HK1, D1)`` and so on then, what is returned for each query
+        ``(H, N_Q)``. The offset is that within each sequence.
+    max_seqlen_q, max_seqlen_k, precision
+        For the plan of a card alone: without effect here.
     lse1, lse2
-        Log-sum-exps to divide by instead of those over the keys of the call, of the shape of ``q1``
-        without its last axis.
+        Log-sum-exps to divide by instead of those over the keys of the call, of the shape of
+        ``kl``. Finite wherever a row sees a key, or else what is returned for the row is not
+        defined.
     return_state
         Return the log-sum-exps too, as the backward needs them.
     return_entropy
@@ -251,15 +273,17 @@ def attention_kl(
     Returns
     -------
     ndarray, ReferenceState, GivenState or EntropyState
-        ``kl`` in float64, of the shape of ``q1`` without its last axis; with ``return_state`` a
-        `ReferenceState` ``(kl, lse1, lse2)`` of such arrays, or a `GivenState` where one of the
-        two is given. A row that sees no key has ``kl = 0`` and ``lse = -inf``, given or not, and
-        ``mass1 = 0``.
+        ``kl`` in float64, of the shape of ``q1`` without its last axis, of packed sequences
+        ``(H, N_Q)``; with ``return_state`` a `ReferenceState` ``(kl, lse1, lse2)`` of such arrays,
+        or a `GivenState` where one of the two is given. A row that sees no key has ``kl = 0`` and
+        ``lse = -inf``, given or not, and ``mass1 = 0``.
 
     Raises
     ------
+    TypeError
+        When a window, an offset or a length is no whole number.
     ValueError
-        When the shapes do not fit together or `layout` is unknown.
+        When shapes or lengths do not fit together, or `layout` or `window` has no valid value.
 
     Notes
     -----
@@ -283,18 +307,18 @@ def attention_kl(
     lengths = _Lengths(kv_starts, kv_lens, q_lens, cu_seqlens_q, cu_seqlens_k)
     layout = lengths.layout(layout)
     side1, side2 = _sides(q1, k1, q2, k2, (scale1, scale2), (softcap1, softcap2), layout)
+    lengths.check(side1)
+    window, q_offset = _check_mask(window, q_offset)
     shape = _row_shape(q1, layout)
     given = {
         name: _as_float64(array)
         for name, array in (("lse1", lse1), ("lse2", lse2))
         if array is not None
     }
-    _check_rows(given, shape)
+    _check_rows(given, shape, layout)
     if given and return_entropy:
-        raise ValueError(
-            f"return_entropy: expected False with given log-sum-exps, got True; leave out "
-            f"{' and '.join(given)}"
-        )
+        expected, remedy = "False with given log-sum-exps", f"leave out {' and '.join(given)}"
+        raise ValueError(_message("return_entropy", expected, "True", remedy))
     entropies = _canonical_rows(entropy := np.zeros(shape), layout)
     state = ReferenceState(np.zeros(shape), np.full(shape, -np.inf), np.full(shape, -np.inf))
     kl, own1, own2 = (_canonical_rows(array, layout) for array in state)
@@ -354,16 +378,19 @@ def attention_kl_backward(
     q_lens: ArrayLike | None = None,
     cu_seqlens_q: ArrayLike | None = None,
     cu_seqlens_k: ArrayLike | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    precision: str | None = None,
 ) -> tuple[_Float64, ...]:
     """Gradients of ``sum(dkl * kl)`` with respect to any of the four inputs.
 
     Parameters
     ----------
     dkl
-        Upstream gradient, of the shape of ``q1`` without its last axis.
+        Upstream gradient, of the shape of ``kl``.
     q1, k1, q2, k2, causal, window, q_offset, scale1, scale2, softcap1, softcap2, layout
         As given to `attention_kl`.
-    kv_starts, kv_lens, q_lens, cu_seqlens_q, cu_seqlens_k
+    kv_starts, kv_lens, q_lens, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, precision
         As given to `attention_kl`.
     state
         Its result with ``return_state=True``, or any object with float arrays ``kl``, ``lse1`` and
@@ -379,8 +406,8 @@ def attention_kl_backward(
 
     Raises
     ------
-    ValueError
-        When the shapes do not fit together, or `layout` or a name in `wrt` is unknown.
+    TypeError, ValueError
+        As `attention_kl`, and when a name in `wrt` is unknown.
 
     Notes
     -----
@@ -409,13 +436,15 @@ def attention_kl_backward(
     lengths = _Lengths(kv_starts, kv_lens, q_lens, cu_seqlens_q, cu_seqlens_k)
     layout = lengths.layout(layout)
     side1, side2 = _sides(q1, k1, q2, k2, (scale1, scale2), (softcap1, softcap2), layout)
+    lengths.check(side1)
+    window, q_offset = _check_mask(window, q_offset)
     shape = _row_shape(q1, layout)
     _check_wrt(wrt)
     row_values = {"dkl": dkl, "kl": state.kl, "lse1": state.lse1, "lse2": state.lse2}
     given = getattr(state, "given", ())
     # Where nothing is given P1 adds up to 1.
     row_values["mass1"] = getattr(state, "mass1", np.ones(shape))
-    _check_rows(row_values, shape)
+    _check_rows(row_values, shape, layout)
     upstream, kl, lse1, lse2, mass1 = (
         _canonical_rows(_as_float64(values), layout) for values in row_values.values()
     )
@@ -503,7 +532,8 @@ def merge_states(*states: _State) -> ReferenceState:
     True
     """
     if not states:
-        raise ValueError("states: expected at least one state, got none; pass those of the parts")
+        remedy = "pass those of the parts"
+        raise ValueError(_message("states", "at least one state", "none", remedy))
     kl, lse1, lse2 = (
         [_as_float64(getattr(state, name)) for state in states] for name in ReferenceState._fields
     )
@@ -511,10 +541,10 @@ def merge_states(*states: _State) -> ReferenceState:
     for position, part in enumerate(zip(kl, lse1, lse2, strict=True)):
         for name, array in zip(ReferenceState._fields, part, strict=True):
             if array.shape != shape:
-                raise ValueError(
-                    f"states[{position}].{name}: expected the shape of states[0].kl, {shape}, got "
-                    f"{array.shape}; pass states of the same query rows"
-                )
+                argument = f"states[{position}].{name}"
+                expected = f"the shape of states[0].kl, {shape}"
+                remedy = "pass states of the same query rows"
+                raise ValueError(_message(argument, expected, array.shape, remedy))
     with np.errstate(all="ignore"):
         whole1, whole2 = _log_sum(lse1), _log_sum(lse2)
         total = np.zeros(shape)
@@ -604,29 +634,28 @@ def _sides(
 ) -> tuple[_Side, _Side]:
     """Check the shapes and put both distributions into the canonical order."""
     if layout not in (*_LAYOUTS, "packed"):
-        raise ValueError(
-            f"layout: expected one of {_LAYOUTS}, got {layout!r}; name the order of the axes"
-        )
+        expected = f"one of {_LAYOUTS}"
+        raise ValueError(_message("layout", expected, repr(layout), "name the order of the axes"))
     arrays = dict(zip(_NAMES, map(np.asarray, (q1, k1, q2, k2)), strict=True))
     for name, array in arrays.items():
         if array.ndim not in (2, 3, 4) or array.ndim != arrays["q1"].ndim:
-            raise ValueError(
-                f"{name}: expected rank 2, 3 or 4, the same for all four inputs, got shape "
-                f"{array.shape}; give it as many axes as q1, which has shape {arrays['q1'].shape}"
-            )
+            expected = "rank 2, 3 or 4, the same for all four inputs"
+            remedy = f"give it as many axes as q1, which has shape {arrays['q1'].shape}"
+            raise ValueError(_message(name, expected, f"shape {array.shape}", remedy))
         if layout == "packed" and array.ndim != 3:
-            raise ValueError(
-                f"{name}: expected rank 3 with cu_seqlens, got shape {array.shape}; pass all "
-                "sequences as (length, heads, head_dim)"
-            )
+            remedy = "pass all sequences as (length, heads, head_dim)"
+            got = f"shape {array.shape}"
+            raise ValueError(_message(name, "rank 3 with cu_seqlens", got, remedy))
     view = {name: _canonical(array, layout) for name, array in arrays.items()}
+
+    def wrong(name: str, expected: str, got: object, remedy: str) -> ValueError:
+        shape = f"{got} (shape {arrays[name].shape}, layout {layout!r})"
+        return ValueError(_message(name, expected, shape, remedy))
 
     def check(name: str, what: str, got: object, expected: object) -> None:
         if got != expected:
-            raise ValueError(
-                f"{name}: expected {what} {expected}, got {got} (shape {arrays[name].shape}, "
-                f"layout {layout!r}); make the shapes of the four inputs agree"
-            )
+            remedy = "make the shapes of the four inputs agree"
+            raise wrong(name, f"{what} {expected}", got, remedy)
 
     batch, heads, num_queries, _ = view["q1"].shape
     num_keys = view["k1"].shape[2]
@@ -637,24 +666,19 @@ def _sides(
         check(key, "the batch of q1,", view[key].shape[0], batch)
         check(key, f"the head dimension of {query},", view[key].shape[3], view[query].shape[3])
         if view[query].shape[3] == 0:
-            raise ValueError(
-                f"{query}: expected a head dimension of at least 1, got 0 "
-                f"(shape {arrays[query].shape}); give each head at least one component"
-            )
+            remedy = "give each head at least one component"
+            raise wrong(query, "a head dimension of at least 1", 0, remedy)
         key_heads = view[key].shape[1]
         if heads != key_heads and (key_heads == 0 or heads % key_heads):
-            raise ValueError(
-                f"{key}: expected a number of heads that divides the {heads} of q1, got "
-                f"{key_heads} (shape {arrays[key].shape}, layout {layout!r}); use a divisor"
-            )
+            expected = f"a number of heads that divides the {heads} of q1"
+            raise wrong(key, expected, key_heads, "use a divisor")
 
     def side(t: int) -> _Side:
         queries, keys, scale, softcap = view[f"q{t}"], view[f"k{t}"], scales[t - 1], softcaps[t - 1]
         if softcap is not None and not 0 <= softcap < np.inf:
-            raise ValueError(
-                f"softcap{t}: expected a finite number above 0, or 0 or None for no bound, got "
-                f"{softcap!r}; pass the bound of the logits"
-            )
+            expected = "a finite number above 0, or 0 or None for no bound"
+            remedy = "pass the bound of the logits"
+            raise ValueError(_message(f"softcap{t}", expected, repr(softcap), remedy))
         scale = queries.shape[3] ** -0.5 if scale is None else float(scale)
         return _Side(queries, keys, scale, float(softcap or 0))
 
@@ -667,22 +691,49 @@ def _row_shape(q1: ArrayLike, layout: str) -> tuple[int, ...]:
     return (shape[1], shape[0]) if layout == "packed" else shape
 
 
-def _check_rows(values: Mapping[str, Any], shape: tuple[int, ...]) -> None:
+def _check_rows(values: Mapping[str, Any], shape: tuple[int, ...], layout: str) -> None:
+    what = "the shape of q1 without its last axis"
+    if layout == "packed":
+        what = "the shape of kl, (H, N_Q) for packed sequences"
     for name, array in values.items():
         if np.shape(array) != shape:
-            raise ValueError(
-                f"{name}: expected the shape of q1 without its last axis, {shape}, "
-                f"got {np.shape(array)}; pass one value a query row"
-            )
+            remedy = "pass one value a query row"
+            raise ValueError(_message(name, f"{what}, {shape}", np.shape(array), remedy))
 
 
 def _check_wrt(wrt: Sequence[str]) -> None:
     names = list(wrt)
     if not names or len(set(names)) != len(names) or not set(names) <= set(_NAMES):
-        raise ValueError(
-            f"wrt: expected a non-empty selection of {_NAMES}, each at most once, got {wrt!r}; "
-            f"name the inputs whose gradients you want"
-        )
+        expected = f"a non-empty selection of {_NAMES}, each at most once"
+        remedy = "name the inputs whose gradients you want"
+        raise ValueError(_message("wrt", expected, repr(wrt), remedy))
+
+
+def _check_mask(
+    window: tuple[int | None, int | None] | None, q_offset: int | None
+) -> tuple[tuple[int | None, int | None], int | None]:
+    """Check window and offset, and set None where the window has no limit."""
+    expected = "two whole numbers from 0 up, or -1 or None for no limit"
+    remedy = "pass how many keys a query sees on each side"
+    sides: Any = (None, None) if window is None else window
+    if not isinstance(sides, tuple | list) or not all(x is None or _is_int(x) for x in sides):
+        raise TypeError(_message("window", expected, repr(window), remedy))
+    if len(sides) != 2 or any(x is not None and x < -1 for x in sides):
+        raise ValueError(_message("window", expected, repr(window), remedy))
+    if q_offset is not None and not _is_int(q_offset):
+        remedy = "pass the place of the first query among the keys"
+        raise TypeError(_message("q_offset", "a whole number", repr(q_offset), remedy))
+    left, right = (None if x is None or x == -1 else int(x) for x in sides)
+    return (left, right), None if q_offset is None else int(q_offset)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _message(argument: str, expected: str, got: object, remedy: str) -> str:
+    """Word an error as the package does."""
+    return f"{argument}: expected {expected}, got {got}; {remedy}."
 
 
 class _Entry(NamedTuple):
@@ -706,30 +757,50 @@ class _Lengths:
 
     def layout(self, layout: str) -> str:
         if (self.cu_seqlens_q is None) != (self.cu_seqlens_k is None):
-            raise ValueError(
-                "cu_seqlens: expected both or neither of cu_seqlens_q and cu_seqlens_k, got one; "
-                "pass where the sequences begin for queries and for keys"
-            )
+            expected = "both or neither of cu_seqlens_q and cu_seqlens_k"
+            remedy = "pass where the sequences begin for queries and for keys"
+            raise ValueError(_message("cu_seqlens", expected, "one", remedy))
         if self.cu_seqlens_q is None:
             return layout
         if self.is_padded:
-            raise ValueError(
-                "cu_seqlens_q: expected None with kv_starts, kv_lens or q_lens, got an array; "
-                "leave out the ones or the others"
-            )
+            expected = "None with kv_starts, kv_lens or q_lens"
+            remedy = "leave out the ones or the others"
+            raise ValueError(_message("cu_seqlens_q", expected, "an array", remedy))
         return "packed"
+
+    def check(self, side: _Side) -> None:
+        """Refuse lengths that do not fit the inputs; those of padding may be out of range."""
+        batch, _, num_queries, _ = side.q.shape
+        shapes = dict.fromkeys(("kv_starts", "kv_lens", "q_lens"), (batch,))
+        expected, remedy = "one length a batch entry", "pass it for the whole batch"
+        if self.cu_seqlens_q is not None:
+            shapes = dict.fromkeys(_CU_SEQLENS, (max(1, np.size(self.cu_seqlens_q)),))
+            expected = "where each sequence begins and the last one ends, the same for both"
+        for name, shape in shapes.items():
+            if (given := getattr(self, name)) is None:
+                continue
+            values = np.asarray(given)
+            if values.size and values.dtype.kind not in "iu":
+                raise TypeError(_message(name, "whole numbers", values.dtype, "pass int32"))
+            if values.shape != shape:
+                raise ValueError(_message(name, f"{expected}, shape {shape}", values.shape, remedy))
+            if name in _CU_SEQLENS:
+                length = num_queries if name == "cu_seqlens_q" else side.k.shape[2]
+                _check_ends(name, values.tolist(), length)
 
     @property
     def is_padded(self) -> bool:
         return any(x is not None for x in (self.kv_starts, self.kv_lens, self.q_lens))
 
     def entries(self, batch: int, num_queries: int, num_keys: int) -> list[_Entry]:
-        """Those of a batch entry. What is out of range is cut to what there is."""
+        """Those of a batch entry. A length that is out of range is cut to what there is."""
         if self.cu_seqlens_q is not None and self.cu_seqlens_k is not None:
-            queries = np.clip(np.asarray(self.cu_seqlens_q), 0, num_queries).tolist()
-            keys = np.clip(np.asarray(self.cu_seqlens_k), 0, num_keys).tolist()
-            places = zip(queries, queries[1:], keys, keys[1:], strict=False)
-            return [_Entry(q, q_end - q, k, k_end - k) for q, q_end, k, k_end in places]
+            queries = itertools.pairwise(np.asarray(self.cu_seqlens_q).tolist())
+            keys = itertools.pairwise(np.asarray(self.cu_seqlens_k).tolist())
+            return [
+                _Entry(q, q_end - q, k, k_end - k)
+                for (q, q_end), (k, k_end) in zip(queries, keys, strict=True)
+            ]
 
         def value(array: ArrayLike | None, most: int, otherwise: int) -> int:
             return otherwise if array is None else min(most, max(0, int(np.asarray(array)[batch])))
@@ -740,11 +811,22 @@ class _Lengths:
         return [_Entry(0, rows, first, value(self.kv_lens, rest, rest))]
 
 
+def _check_ends(name: str, ends: Sequence[int], length: int) -> None:
+    expected = f"ends that never decrease, from 0 up to at most the length, {length}"
+    remedy = "pass where each sequence begins and where the last one ends"
+    before = 0
+    for index, end in enumerate(ends):
+        if not before <= end <= length:
+            got = f"{end} after {before}" if 0 <= end < before else str(end)
+            raise ValueError(_message(name, expected, f"{got} (index {index})", remedy))
+        before = end
+
+
 def _head_groups(
     side1: _Side,
     side2: _Side,
     causal: bool,
-    window: tuple[int | None, int | None] | None,
+    window: tuple[int | None, int | None],
     q_offset: int | None,
     lengths: _Lengths,
 ) -> Iterator[tuple[_Index, _Index, tuple[_Index, _Index, int]]]:
@@ -775,24 +857,19 @@ def _key_ranges(
     num_queries: int,
     num_keys: int,
     causal: bool,
-    window: tuple[int | None, int | None] | None,
+    window: tuple[int | None, int | None],
     q_offset: int | None,
 ) -> tuple[_Index, _Index]:
     """The first key that each query sees and the one behind its last."""
-    offset = num_keys - num_queries if q_offset is None else int(q_offset)
-    left, right = (None, None) if window is None else window
-    if min(-1 if x is None else x for x in (left, right)) < -1:
-        raise ValueError(
-            f"window: expected two whole numbers from 0 up, or -1 or None for no limit, got "
-            f"{window!r}; pass how many keys a query sees on each side"
-        )
+    offset = num_keys - num_queries if q_offset is None else q_offset
+    left, right = window
     begins, ends = np.zeros(num_queries, np.intp), np.full(num_queries, num_keys, np.intp)
     # Far from all keys one offset is like another, and sums stay in range.
     far = num_queries + num_keys
     places = np.arange(num_queries)
-    if left is not None and left != -1:
+    if left is not None:
         begins = np.clip(places + max(-far, min(far, offset - left)), 0, num_keys)
-    if causal or (right is not None and right != -1):
+    if causal or right is not None:
         last = offset if causal or right is None else offset + right
         ends = np.clip(places + 1 + max(-far, min(far, last)), 0, num_keys)
     return begins, ends

@@ -18,8 +18,8 @@ class SupportsDLPack(Protocol):
 class KLState:
     """The result of the forward for each query row, with all that the backward needs.
 
-    Every array has the shape of q1 without its last axis and belongs to the caller's library.
-    The log-sum-exps are not differentiable.
+    Every array has the shape of q1 without its last axis, of packed sequences ``(H, N_Q)``, and
+    belongs to the caller's library. The log-sum-exps are not differentiable.
 
     Attributes
     ----------
@@ -66,7 +66,7 @@ class KLState:
         ----------
         kl
             KL divergence of each query row, in nats, C-contiguous, of the shape of q1 without its
-            last axis. Needed for the gradients of q1 and k1 only.
+            last axis, of packed sequences ``(H, N_Q)``. Needed for the gradients of q1 and k1 only.
         lse1, lse2
             Log-sum-exp of each query row over the allowed keys, in nats, likewise.
 

@@ -34,6 +34,7 @@ from streamkl_cupy import api
 from streamkl_cupy.problem import (
     INPUTS,
     LENGTHS,
+    MAX_LENGTH,
     NO_WINDOW,
     REDUCTIONS,
     Device,
@@ -118,7 +119,8 @@ def attention_kl(
         ``torch.backends.cuda.matmul.allow_tf32``.
     kv_starts, kv_lens, q_lens, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
         The lengths of a padded batch or of packed sequences, as `streamkl_cupy.attention_kl` takes
-        them. Of packed sequences kl is ``(H, N_Q)``, and `torch.func.vmap` maps none.
+        them. Inputs of rank 3 are one batch entry, with one length for all heads. Of packed
+        sequences kl is ``(H, N_Q)``, and `torch.func.vmap` maps none.
     reduction
         ``"none"`` for one value a query row; ``"sum"`` over all of them; ``"mean"`` over the rows
         that see a key, which is 0 where there is none; ``"batchmean"``, the sum divided by the
@@ -129,7 +131,8 @@ def attention_kl(
         (by 1 if these sum to 0). Differentiable too.
     lse1, lse2
         Log-sum-exps to divide by instead of the rows' own, as `streamkl_cupy.attention_kl` takes
-        them. They get gradients if they require them, and are constants otherwise.
+        them, finite wherever a row sees a key: else what comes of the row is not defined. They get
+        gradients if they require them, and are constants otherwise.
     deterministic
         Make two backward runs agree bit for bit; by default whatever
         ``torch.use_deterministic_algorithms`` says.
@@ -203,6 +206,9 @@ def attention_kl(
     is_ragged = most != (None, None) or any(x is not None for x in lengths)
     if is_ragged:
         _check_lengths(lengths, most, q1)
+        # An operator takes 64 bits; no sequence is longer than this.
+        max_queries, max_keys = (None if x is None else min(x, MAX_LENGTH) for x in most)
+        most = max_queries, max_keys
     rows = _row_shape(q1, cu_seqlens_q)
     if row_weights is not None:
         _check_row_weights(row_weights, q1, rows)
@@ -328,7 +334,29 @@ class AttentionKLLoss(torch.nn.Module):
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
     ) -> Tensor:
-        """The loss of one call; arguments as `attention_kl` takes them."""
+        """The loss of one call.
+
+        Parameters
+        ----------
+        q1, k1, q2, k2
+            Queries and keys of both sides, as `attention_kl` takes them.
+        row_weights
+            Weights of the rows, likewise.
+        lse1, lse2
+            Log-sum-exps to divide by, likewise.
+        kv_starts, kv_lens, q_lens, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+            The lengths of a padded batch or of packed sequences, likewise.
+
+        Returns
+        -------
+        Tensor
+            A scalar, or kl of each row with ``reduction="none"``.
+
+        Raises
+        ------
+        TypeError, ValueError, ImportError, RuntimeError
+            As `attention_kl`.
+        """
         return attention_kl(
             q1,
             k1,
@@ -892,10 +920,11 @@ def _all_gradients(
     mass_of_given = mass1 if given else None
     of_inputs = [name for name in wrt if name in INPUTS]
     gradients: dict[str, Tensor] = {}
-    if "lse1" in wrt:
-        gradients["lse1"] = -dkl * (kl + mass1)
-    if "lse2" in wrt:
-        gradients["lse2"] = dkl * mass1
+    for name in _LSE:
+        if name in wrt:
+            gradient = dkl * mass1 if name == "lse2" else -dkl * (kl + mass1)
+            # No key, whatever dkl holds, or no more of P1 than underflows, as kl then does, too.
+            gradients[name] = gradient.masked_fill(mass1 == 0, 0.0)
     if of_inputs:
         computed = api.attention_kl_backward(
             dkl,
@@ -961,9 +990,14 @@ def _fake_attention_kl_ragged(*arguments: Any) -> tuple[Tensor, ...]:
         ragged = replace(ragged, num_sequences=_known(lengths[3].shape[0]) - 1)
     _check_fake(inputs, arguments[14:], ragged)
     rows = _row_shape(inputs[0], lengths[3])
-    has_mass = any(x is not None for x in given)
-    exist = (True,) * 5 + (has_mass, has_entropy, has_entropy)
+    exist = _which_exist(given, has_entropy)
     return tuple(_fake_rows(inputs[0], rows if exists else (0,)) for exists in exist)
+
+
+def _which_exist(given: Sequence[Any], has_entropy: bool) -> tuple[bool, ...]:
+    """Which results of a ragged call are more than `_nothing`."""
+    has_mass = any(x is not None for x in given)
+    return (True,) * 5 + (has_mass, has_entropy, has_entropy)
 
 
 def _known(length: Any) -> int:
@@ -1116,8 +1150,13 @@ def _vmap_attention_kl_ragged(info: Any, in_dims: Any, *arguments: Any) -> tuple
         _folded_layout(layout, rank),
         deterministic,
     )
-    unfolded = [_unfold(part, info.batch_size, batch) if part.numel() else part for part in state]
-    return tuple(unfolded), tuple(0 if part.numel() else None for part in state)
+    # A result may have no rows and exist all the same.
+    exist = _which_exist(lse, most[2])
+    unfolded = (
+        _unfold(part, info.batch_size, batch) if exists else part
+        for part, exists in zip(state, exist, strict=True)
+    )
+    return tuple(unfolded), tuple(0 if exists else None for exists in exist)
 
 
 def _vmap_attention_kl_ragged_backward(info: Any, in_dims: Any, *arguments: Any) -> tuple[Any, Any]:
@@ -1126,9 +1165,12 @@ def _vmap_attention_kl_ragged_backward(info: Any, in_dims: Any, *arguments: Any)
     *most, layout, deterministic = arguments[18:]
     _refuse_packed(lengths)
     rank, batch = _rank_and_batch(inputs[0], in_dims[1])
+    exist = (True,) * 6 + (bool(given),)  # mass1 comes last
     rows = [
-        _fold(value, in_dim, info.batch_size, rank) if value.numel() else value
-        for value, in_dim in zip((dkl, *state), (in_dims[0], *in_dims[5:11]), strict=True)
+        _fold(value, in_dim, info.batch_size, rank) if exists else value
+        for value, in_dim, exists in zip(
+            (dkl, *state), (in_dims[0], *in_dims[5:11]), exist, strict=True
+        )
     ]
     gradients = _attention_kl_ragged_backward(
         rows[0],

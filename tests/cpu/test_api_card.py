@@ -13,6 +13,7 @@ import ctypes
 import dataclasses
 import functools
 import itertools
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -732,8 +733,8 @@ def test_cold_kernels_in_a_capture(card: Card, rng: np.random.Generator) -> None
     ).name
     assert str(caught.value) == (
         f"{name}: expected its kernels to be loaded before a graph is captured, got forward_sm80 "
-        "not loaded; before the capture call streamkl_cupy.warmup with the head dimensions, dtype "
-        "and wrt of this call, or make this call once."
+        "not loaded; before the capture call streamkl_cupy.warmup(head_dim1=8, head_dim2=16, "
+        "dtype='bfloat16', backward=False, device=3), or make this call once."
     )
     assert card.launched == []
     card.loaded = True
@@ -780,6 +781,27 @@ def test_many_threads(
     with ThreadPoolExecutor(8) as pool:
         for got, inputs in zip(pool.map(call, problems * 8), problems * 8, strict=True):
             np.testing.assert_array_equal(got, reference.attention_kl(**inputs).astype(np.float32))
+
+
+# Options of calls, and what warmup is told of them.
+COLD: dict[str, tuple[dict[str, Any], str]] = {
+    "plain": ({}, ""),
+    "causal": ({"causal": True}, ""),
+    "window": ({"window": (2, 1)}, "windowed=True, "),
+    "offset": ({"causal": True, "q_offset": 1}, "windowed=True, "),
+    "padded": ({"kv_lens": np.int32([3, 7])}, "ragged=True, "),
+    "packed window": (
+        {"cu_seqlens_q": np.int32([0, 5]), "cu_seqlens_k": np.int32([0, 7]), "window": (2, 1)},
+        "ragged=True, ",
+    ),
+    "softcap": ({"softcap2": 3.0, "window": (2, 1)}, "windowed=True, softcap=True, "),
+    "entropy": ({"return_entropy": True}, ""),
+    "entropy, padded": ({"return_entropy": True, "q_lens": np.int32([1, 5])}, "ragged=True, "),
+    "given": ({}, ""),
+    "float32": ({}, ""),
+    "float32 as tf32": ({"precision": "tf32"}, "precision='tf32', "),
+    "unaligned": ({}, "unaligned=True, "),
+}
 
 
 class TestWarmup:
@@ -958,6 +980,75 @@ class TestWarmup:
             assert (wanted <= {(kernel, template) for kernel, template, *_ in self.loaded}) is (
                 is_loaded
             ), options
+
+    @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+    @pytest.mark.parametrize("case", COLD)
+    def test_a_cold_capture_names_the_call_that_loads_its_kernels(
+        self,
+        case: str,
+        arch: str,
+        card: Card,
+        rng: np.random.Generator,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        options, named = COLD[case]
+        facts, dtype = plan.device_facts(arch), "float32" if "float32" in case else "bfloat16"
+        monkeypatch.setattr(launch, "device_facts", lambda index: facts)
+        asked: set[Any] = set()
+
+        def is_loaded(kernel: str, template: Any, *_: Any) -> bool:
+            asked.add((kernel, template))
+            return False
+
+        monkeypatch.setattr(jit, "is_loaded", is_loaded)
+        inputs = random_inputs(rng, interop.numpy_dtype(dtype))
+        if "cu_seqlens_q" in options:
+            inputs = {n: x[0].swapaxes(0, 1).copy() for n, x in inputs.items()}
+        if "unaligned" in case:
+            inputs["k1"] = np.zeros((*inputs["k1"].shape[:-1], 9), inputs["k1"].dtype)[..., :8]
+        arrays = on_card(inputs)
+        options = {n: CardArray(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
+        if "given" in case:
+            options["lse2"] = CardArray(np.zeros((2, 4, 5), np.float32))
+
+        def check(call: Any, end: str) -> None:
+            asked.clear()
+            self.loaded.clear()
+            card.capturing = True
+            with pytest.raises(RuntimeError) as caught:
+                call()
+            card.capturing = False
+            found = re.search(r"capture call (streamkl_cupy\.warmup\(.*\)), or", str(caught.value))
+            assert found is not None
+            dims = f"head_dim1=8, head_dim2=16, dtype='{dtype}', "
+            assert found[1] == f"streamkl_cupy.warmup({dims}{named}{end}, device=3)"
+            eval(found[1], {"streamkl_cupy": skl})
+            assert asked <= {(kernel, template) for kernel, template, *_ in self.loaded}
+
+        entropy = ", entropy=True" * options.get("return_entropy", False)
+        check(lambda: skl.attention_kl(**arrays, **options), f"backward=False{entropy}")
+        state = skl.attention_kl(**arrays, **options | {"return_state": True})
+        for name in ("lse2", "return_entropy"):
+            options.pop(name, None)
+        dkl = CardArray(np.ones(state.kl.host.shape, np.float32))
+        for wrt, is_fixed in itertools.product((("k2", "q2"), INPUTS), (False, True)):
+            named_wrt = tuple(name for name in INPUTS if name in wrt)
+            check(
+                functools.partial(
+                    skl.attention_kl_backward, dkl, **arrays, state=state, wrt=wrt,
+                    deterministic=is_fixed, **options,
+                ),
+                f"wrt={named_wrt}",
+            )  # fmt: skip
+
+    def test_a_cold_capture_of_a_merge(self, card: Card) -> None:
+        state = skl.KLState(*(CardArray(np.zeros(5, np.float32)) for _ in range(3)))
+        card.loaded, card.capturing = False, True
+        match = r"call streamkl_cupy\.warmup\(backward=False, device=3\), or make this call once\.$"
+        with pytest.raises(RuntimeError, match=match):
+            skl.merge_states(state)
+        skl.warmup(backward=False, device=3)
+        assert ("merge_states", ()) in {(kernel, template) for kernel, template, *_ in self.loaded}
 
     def test_progress(self) -> None:
         seen: list[tuple[int, int, str]] = []

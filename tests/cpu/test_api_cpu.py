@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -500,3 +502,10 @@ def test_strategies_agree_on_the_cpu(rng: np.random.Generator) -> None:
         again = skl.attention_kl_backward(dkl, **inputs, state=state, **options)
         for gradient, other in zip(first, again, strict=True):
             np.testing.assert_array_equal(gradient, other)
+
+
+@pytest.mark.parametrize("name", ["api", "interop", "state"])
+def test_the_examples_of_the_docstrings(name: str) -> None:
+    failed, attempted = doctest.testmod(importlib.import_module(f"streamkl_cupy.{name}"))
+    assert failed == 0
+    assert attempted > 0

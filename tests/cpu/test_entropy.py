@@ -87,4 +87,10 @@ def test_every_library(make: Any, mask: dict[str, Any], rng: np.random.Generator
         strict=True,
     ):
         np.testing.assert_array_equal(library.get(ours), library.get(theirs))
-    assert skl.merge_states(state, state).entropy is None
+    with pytest.raises(ValueError, match="without entropies") as caught:
+        skl.merge_states(plain, state)
+    assert str(caught.value) == (
+        "states[1]: expected a state without entropies, got one with entropy and cross_entropy; "
+        "leave out return_entropy to merge kl alone, or take the entropies from one call over all "
+        "keys."
+    )

@@ -541,6 +541,34 @@ def test_ragged_reductions(name: str, weighted: bool, rng: np.random.Generator) 
         assert attention_kl(*inputs, kv_lens=nothing, reduction="mean") == 0
 
 
+def test_what_comes_back_to_padding_does_not_matter(rng: np.random.Generator) -> None:
+    inputs, lengths = ragged("right", rng)
+    lse = draw_lse(rng, inputs, ("lse1", "lse2"), "float32")
+
+    def function(*x: Any) -> Any:
+        return attention_kl(*x[:4], lse1=x[4], lse2=x[5], **lengths, return_lse=True)[:2]
+
+    _, back, lse1 = jax.vjp(function, *inputs, *lse, has_aux=True)
+    is_padding = np.asarray(lse1 == -np.inf)
+    assert 0 < is_padding.sum() < is_padding.size
+    dkl = rng.standard_normal(is_padding.shape).astype(np.float32)
+    expected = back(jnp.asarray(np.where(is_padding, 0, dkl)))
+    ours = back(jnp.asarray(np.where(is_padding, np.nan, dkl)))
+    for one, other in zip(ours, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+    for of_lse in ours[4:]:
+        np.testing.assert_array_equal(np.asarray(of_lse) == 0, is_padding)
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k"])
+def test_ends_that_decrease_are_refused(name: str, rng: np.random.Generator) -> None:
+    inputs, lengths = ragged("packed", rng)
+    wrong = lengths | {name: jnp.asarray([0, 5, 3, 5], jnp.int32)}
+    # XLA words the error around it.
+    with pytest.raises(Exception, match=rf"{name}: expected ends that never decrease.*3 after 5"):
+        np.asarray(attention_kl(*inputs, **wrong))
+
+
 def test_ragged_under_vmap(rng: np.random.Generator) -> None:
     inputs, lengths = ragged("right", rng)
     several = [jnp.stack([x, 2 * x]) for x in inputs]

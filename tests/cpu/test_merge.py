@@ -207,9 +207,139 @@ def test_low_parts_count() -> None:
     assert (merged.kl > 0).all()
 
 
+def ragged_parts(
+    inputs: dict[str, np.ndarray], lengths: dict[str, np.ndarray], ends: tuple[int, ...]
+) -> list[tuple[int, dict[str, np.ndarray], dict[str, np.ndarray]]]:
+    """Of each part of the keys of a ragged batch: its first key in an entry, inputs and lengths."""
+    parts = []
+    if "kv_lens" in lengths:
+        edges = (0, *ends, inputs["k1"].shape[2])
+        for first, stop in itertools.pairwise(edges):
+            keys = {n: inputs[n][:, :, first:stop] for n in ("k1", "k2")}
+            count = np.clip(lengths["kv_lens"] - first, 0, stop - first).astype(np.int32)
+            parts.append((first, inputs | keys, lengths | {"kv_lens": count}))
+        return parts
+    sequences = list(itertools.pairwise(lengths["cu_seqlens_k"].tolist()))
+    for first, stop in itertools.pairwise((0, *ends, 10**6)):
+        places = [range(min(i + first, j), min(i + stop, j)) for i, j in sequences]
+        keys = {n: inputs[n][[j for place in places for j in place]] for n in ("k1", "k2")}
+        counts = np.cumsum([0, *map(len, places)], dtype=np.int32)
+        parts.append((first, inputs | keys, lengths | {"cu_seqlens_k": counts}))
+    return parts
+
+
+# Of queries and keys: differences of 3 in each entry, and others.
+ALIKE = (((6, 4, 2), (9, 7, 5)), 3)
+UNLIKE = (((6, 5, 6), (10, 7, 3)), None)
+
+
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+@pytest.mark.parametrize(
+    ("mask", "case"),
+    [({}, ALIKE), ({}, UNLIKE), ({"causal": True}, ALIKE), ({"window": (3, 1)}, ALIKE)],
+    ids=["no mask, alike", "no mask", "causal, alike", "window, alike"],
+)
+def test_parts_of_padded_and_packed_batches(
+    mask: dict[str, Any], case: Any, kind: str, rng: np.random.Generator
+) -> None:
+    """Without a mask they are the whole, and under one where all entries have one offset."""
+    (queries, keys), offset = case
+    if kind == "padded":
+        inputs = random_inputs(rng, batch=3, lengths=(6, 10))
+        lengths = {"q_lens": np.int32(queries), "kv_lens": np.int32(keys)}
+    else:
+        inputs = random_inputs(rng, batch=1, lengths=(sum(queries), sum(keys)))
+        inputs = {n: x[0].swapaxes(0, 1) for n, x in inputs.items()}
+        counts = {"cu_seqlens_q": queries, "cu_seqlens_k": keys}
+        lengths = {n: np.cumsum([0, *x], dtype=np.int32) for n, x in counts.items()}
+    whole = skl.attention_kl(**inputs, **lengths, **mask, return_state=True)
+    parts = [
+        (part, counts | mask | ({"q_offset": offset - first} if mask else {}))
+        for first, part, counts in ragged_parts(inputs, lengths, (2, 4))
+    ]
+    merged = skl.merge_states(*(skl.attention_kl(**x, **o, return_state=True) for x, o in parts))
+    for name in ("kl", "lse1", "lse2"):
+        got, exact = getattr(merged, name), getattr(whole, name)
+        np.testing.assert_allclose(got, exact, rtol=1e-12, atol=1e-12, err_msg=name)
+    dkl = rng.standard_normal(whole.kl.shape)
+    exact = skl.attention_kl_backward(dkl, **inputs, state=whole, wrt=("q2",), **lengths, **mask)
+    shares = [
+        skl.attention_kl_backward(dkl, **x, state=merged, wrt=("q2",), **own) for x, own in parts
+    ]
+    np.testing.assert_allclose(sum(share[0] for share in shares), exact[0], atol=1e-12)
+
+
+@pytest.mark.parametrize("names", [("lse1", "lse2"), ("lse1",), ("lse2",)], ids=str)
+def test_what_to_do_with_given_log_sum_exps(
+    names: tuple[str, ...], rng: np.random.Generator
+) -> None:
+    """What the error says holds: kl and mass1 add up where both are given, and only there."""
+    inputs = random_inputs(rng)
+    whole = skl.attention_kl(**inputs, return_state=True)
+    lse = {"lse1": whole.lse1, "lse2": whole.lse2}
+    parts = split_keys(inputs, (2, 4))
+
+    def states(given: tuple[str, ...]) -> list[skl.KLState]:
+        own = {name: lse[name] for name in given}
+        return [skl.attention_kl(**part, **own, return_state=True) for part in parts]
+
+    has_both = len(names) == 2
+    with pytest.raises(ValueError, match=r"^states\[0\]: ") as caught:
+        skl.merge_states(*states(names))
+    assert str(caught.value) == (
+        "states[0]: expected a state with log-sum-exps of its own, got one with given "
+        + (
+            "lse1 and lse2; add up kl and mass1 of parts that share what is given."
+            if has_both
+            else f"{names[0]}; compute the parts again with both lse1 and lse2 of the whole given, "
+            "then add up kl and mass1."
+        )
+    )
+    direct = sum(state.kl for state in states(names))
+    assert np.allclose(direct, whole.kl, rtol=1e-12, atol=1e-12) == has_both
+    again = states(("lse1", "lse2"))
+    np.testing.assert_allclose(sum(state.kl for state in again), whole.kl, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(sum(state.mass1 for state in again), 1, rtol=1e-12)
+
+
+BACKWARD = "attention_kl_backward with the merged state for the gradients of each part."
+
+
 def test_tensors_that_require_grad_are_refused() -> None:
     torch = pytest.importorskip("torch")
     rows = torch.zeros(3)
     state = skl.KLState.from_lse(rows.clone().requires_grad_(), rows, rows)
-    with pytest.raises(TypeError, match=r"states\[0\]\.kl: .*requires grad"):
+    with pytest.raises(TypeError) as caught:
         skl.merge_states(state)
+    assert str(caught.value) == (
+        "states[0].kl: expected a torch tensor outside autograd, got one that requires grad; pass "
+        f"value.detach(), and call {BACKWARD}"
+    )
+
+
+def test_transforms_of_torch_are_refused() -> None:
+    torch = pytest.importorskip("torch")
+
+    def merged(rows: Any) -> Any:
+        return skl.merge_states(skl.KLState(rows, rows, rows)).kl
+
+    with pytest.raises(TypeError) as caught:
+        torch.func.vmap(merged)(torch.zeros(2, 3))
+    assert str(caught.value) == (
+        "states[0].kl: expected a torch tensor with memory of its own, got one without (inside "
+        f"torch.func?); call merge_states outside of torch.func and torch.compile, and {BACKWARD}"
+    )
+
+
+@pytest.mark.parametrize("transform", ["jit", "vmap", "grad"])
+def test_tracers_are_refused(transform: str) -> None:
+    jax = pytest.importorskip("jax")
+
+    def merged(rows: Any) -> Any:
+        return skl.merge_states(skl.KLState(rows, rows, rows)).kl.sum()
+
+    with pytest.raises(TypeError) as caught:
+        getattr(jax, transform)(merged)(jax.numpy.zeros((2, 3)))
+    text = str(caught.value)
+    assert text.startswith("states[0].kl: expected a JAX array with values, got a tracer (")
+    assert text.endswith(f"; call merge_states outside of jit, grad and vmap, and {BACKWARD}")

@@ -52,6 +52,16 @@ def backward(**changes: Any) -> Callable[[], Any]:
     return lambda: skl.attention_kl_backward(**inputs(**arguments | changes))
 
 
+def packed(**changes: Any) -> dict[str, Any]:
+    arrays = {name: zeros(8, 4, 3) for name in ("q1", "k1", "q2", "k2")}
+    ends = {name: np.int32([0, 5, 8]) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    return arrays | ends | changes
+
+
+def packed_state() -> Any:
+    return skl.KLState(**{name: zeros(4, 8) for name in ("kl", "lse1", "lse2")})
+
+
 def double_rows() -> dict[str, Any]:
     return {name: np.zeros((2, 4, 5)) for name in ("kl", "lse1", "lse2")}
 
@@ -196,6 +206,18 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "state.lse2: expected the shape of q1 without its last axis, (2, 4, 5), got (2, 5, 4); "
         "pass one value a query row.",
     ),
+    "dkl shape of packed sequences": (
+        lambda: skl.attention_kl_backward(**packed(dkl=zeros(8, 4), state=packed_state())),
+        ValueError,
+        "dkl: expected the shape of kl, (H, N_Q) for packed sequences, (4, 8), got (8, 4); pass "
+        "one value a query row.",
+    ),
+    "given shape of packed sequences": (
+        lambda: skl.attention_kl(**packed(lse2=zeros(8, 4))),
+        ValueError,
+        "lse2: expected the shape of kl, (H, N_Q) for packed sequences, (4, 8), got (8, 4); pass "
+        "one value a query row.",
+    ),
     # Memory.
     "last stride": (
         forward(q1=HEAD_DIM_MAJOR),
@@ -304,6 +326,24 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "q_lens: expected one length a batch entry, shape (2,), got (3,); pass it for the whole "
         "batch.",
+    ),
+    "lengths of heads": (
+        lambda: skl.attention_kl(*[zeros(6, 5, 8)] * 4, kv_lens=np.zeros(6, np.int32)),
+        ValueError,
+        "kv_lens: expected one length a batch entry, shape (1,), got (6,); pass one length for all "
+        "heads, or batch and heads apart, at rank 4.",
+    ),
+    "ends that decrease": (
+        lambda: skl.attention_kl(**packed(cu_seqlens_q=np.int32([0, 5, 3]))),
+        ValueError,
+        "cu_seqlens_q: expected ends that never decrease, from 0 up to at most the length, 8, got "
+        "3 after 5 (index 2); pass where each sequence begins and where the last one ends.",
+    ),
+    "ends beyond the keys": (
+        lambda: skl.attention_kl(**packed(cu_seqlens_k=np.int32([0, 5, 9]))),
+        ValueError,
+        "cu_seqlens_k: expected ends that never decrease, from 0 up to at most the length, 8, got "
+        "9 (index 2); pass where each sequence begins and where the last one ends.",
     ),
     "packed queries alone": (
         forward(cu_seqlens_q=np.zeros(3, np.int32)),

@@ -16,6 +16,8 @@ from tests.cases import draw
 from tests.cpu.test_api_cpu import Jax, Numpy, Torch, put_all, random_inputs
 
 GIVEN = (("lse1",), ("lse2",), ("lse1", "lse2"))
+# One sequence has more queries than keys and one has none; a query and a key are in none.
+ENDS = {"cu_seqlens_q": [1, 3, 3, 5], "cu_seqlens_k": [0, 1, 3, 5]}
 SHAPE = {"batch": 2, "heads": 2, "num_queries": 5, "num_keys": 6, "head_dim1": 4}
 
 
@@ -91,6 +93,10 @@ def test_the_definition(
         ({"num_queries": 9, "num_keys": 5}, {"causal": True}),
         ({"num_queries": 9, "num_keys": 5}, {"window": (2, 1), "q_offset": -2}),
         ({"heads": 4, "key_heads1": 1, "key_heads2": 4}, {"scale1": -0.7, "scale2": 0.3}),
+        ({}, {"causal": True, "kv_starts": [1, 0], "kv_lens": [4, 3], "q_lens": [5, 2]}),
+        ({"heads": 4, "key_heads2": 2}, {"causal": True, **ENDS}),
+        ({}, {"softcap1": 1.5, "softcap2": 0.8, "scale2": -0.4}),
+        ({}, {"window": (2, 1), "softcap2": 0.8, **ENDS}),
     ],
 )
 def test_gradient_is_the_slope_of_the_value(
@@ -102,6 +108,9 @@ def test_gradient_is_the_slope_of_the_value(
 ) -> None:
     arrays = small(rng, **shape)
     lse = outside(rng, arrays, given)
+    if "cu_seqlens_q" in options:
+        lse = {n: x[0] for n, x in lse.items()}
+        arrays = {n: x[0] if n == "dkl" else x[0].swapaxes(0, 1) for n, x in arrays.items()}
     state = given_state(arrays, **lse, **options)
     if name == "lse1":
         gradient = -arrays["dkl"] * (state.kl + state.mass1)

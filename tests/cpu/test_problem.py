@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from streamkl_cupy.problem import (
     INPUTS,
     ITEM_BYTES,
     MAX_GPU_SCALE,
+    MAX_LENGTH,
     Device,
     Operand,
     Problem,
@@ -27,9 +28,11 @@ from streamkl_cupy.problem import (
     check_output,
     check_rows,
     check_strategy,
+    check_window,
     check_wrt,
     describe,
     gradient_strides,
+    lags_of,
 )
 
 CPU = Device("cpu")
@@ -249,6 +252,41 @@ def test_strategies() -> None:
         check_strategy(strategy, False)
     with pytest.raises(ValueError, match=r"^strategy: "):
         check_strategy("fused", True)
+
+
+FAR = st.one_of(st.integers(-9, 9), st.integers(-(2**33), 2**33), st.integers(-(2**80), 2**80))
+
+
+@given(
+    lengths=st.tuples(*[st.one_of(st.integers(0, 9), st.integers(0, MAX_LENGTH // 2))] * 2),
+    causal=st.booleans(),
+    begin=st.one_of(st.none(), FAR),
+    end=st.one_of(st.none(), FAR),
+    q_offset=st.one_of(st.none(), FAR),
+)
+@example(lengths=(5, 7), causal=False, begin=-1, end=3, q_offset=2**70)
+@example(lengths=(5, 7), causal=False, begin=-1, end=3, q_offset=-(2**70))
+@example(lengths=(5, 7), causal=True, begin=None, end=None, q_offset=2**70)
+def test_numbers_that_no_length_reaches_become_smaller_and_make_the_same_mask(
+    lengths: tuple[int, int],
+    causal: bool,
+    begin: int | None,
+    end: int | None,
+    q_offset: int | None,
+) -> None:
+    # A window that begins and ends near the keys, wherever the queries are.
+    offset = q_offset or 0
+    left = None if begin is None else max(0, offset - begin)
+    right = None if end is None else max(0, end - offset)
+    window, nearer = check_window((left, right), q_offset)
+    assert lags_of(*lengths, causal, window, nearer) == lags_of(
+        *lengths, causal, (left, right), q_offset
+    )
+    assert all(side is None or 0 <= side <= 2 * MAX_LENGTH for side in window)
+    assert (nearer is None) is (q_offset is None)
+    assert -MAX_LENGTH <= (nearer or 0) <= MAX_LENGTH
+    if abs(offset) <= MAX_LENGTH and max(left or 0, right or 0) <= MAX_LENGTH:
+        assert (window, nearer) == ((left, right), q_offset)
 
 
 @pytest.mark.parametrize("scale", [0, -1.5, 1e30, np.float32(0.5), np.float64(2), True.__int__()])

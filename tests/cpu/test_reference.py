@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import inspect
 import itertools
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import scipy.special
 
-from streamkl_cupy import reference
+from streamkl_cupy import api, reference
 from tests.cases import CASES, INPUTS, draw, select
 
 SAMPLE = Path(reference.__file__).parent / "data" / "minilm_attention_qk.npz"
@@ -233,6 +234,9 @@ def test_every_float_dtype_is_taken_at_its_value(dtype, rng):
 
 # Finite differences
 
+# One sequence has more queries than keys and one has none; a query and a key are in none.
+ENDS = {"cu_seqlens_q": [1, 3, 3, 5], "cu_seqlens_k": [0, 1, 3, 5]}
+
 
 @pytest.mark.parametrize("name", INPUTS)
 @pytest.mark.parametrize(
@@ -250,11 +254,15 @@ def test_every_float_dtype_is_taken_at_its_value(dtype, rng):
         ({}, {"softcap1": 1.5, "softcap2": 0.8, "scale2": -0.4}),
         ({"heads": 4, "key_heads1": 1, "key_heads2": 2}, {"causal": True, "softcap1": 0.5}),
         ({"num_queries": 9}, {"window": (3, 0), "softcap2": 4.0}),
+        ({"heads": 4, "key_heads1": 2, "key_heads2": 1}, {"causal": True, **ENDS}),
+        ({}, {"window": (2, 0), "q_offset": 1, "softcap1": 1.5, "scale2": -0.4, **ENDS}),
     ],
 )
 def test_gradient_is_the_slope_of_the_value(name, shape, options, rng):
     shape = {"batch": 2, "heads": 2, "num_queries": 5, "num_keys": 6, "head_dim1": 4} | shape
     arrays = {n: x.astype(np.float64) for n, x in draw(rng, **shape).items()}
+    if "cu_seqlens_q" in options:
+        arrays = {n: x[0] if n == "dkl" else x[0].swapaxes(0, 1) for n, x in arrays.items()}
     (gradient,) = backward(arrays, forward(arrays, **options), wrt=(name,), **options)
 
     def value(step):
@@ -515,6 +523,97 @@ def test_ends_of_queries_and_keys_go_together(rng):
         forward(arrays, cu_seqlens_q=[0, 3], cu_seqlens_k=[0, 3], q_lens=[3])
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"cu_seqlens_q": [0, 5, 3, 8]}, r"cu_seqlens_q: .* length, 8, got 3 after 5 \(index 2\)"),
+        ({"cu_seqlens_k": [0, 5, 3, 8]}, r"cu_seqlens_k: .* length, 9, got 3 after 5 \(index 2\)"),
+        ({"cu_seqlens_q": [-1, 3, 5, 8]}, r"cu_seqlens_q: .*got -1 \(index 0\)"),
+        ({"cu_seqlens_k": [0, 3, -2, 8]}, r"cu_seqlens_k: .*got -2 \(index 2\)"),
+        ({"cu_seqlens_q": [0, 3, 5, 9]}, r"cu_seqlens_q: .*got 9 \(index 3\)"),
+        ({"cu_seqlens_k": [0, 3, 5, 10]}, r"cu_seqlens_k: .*got 10 \(index 3\)"),
+        (
+            {"cu_seqlens_k": [0, 3, 9]},
+            r"cu_seqlens_k: .*the same for both, shape \(4,\), got \(3,\)",
+        ),
+        (
+            {"cu_seqlens_q": [0, 3, 8]},
+            r"cu_seqlens_k: .*the same for both, shape \(3,\), got \(4,\)",
+        ),
+        ({"cu_seqlens_q": [[0, 3, 5, 8]]}, r"cu_seqlens_q: .*shape \(4,\), got \(1, 4\)"),
+        ({"cu_seqlens_q": [], "cu_seqlens_k": []}, r"cu_seqlens_q: .*shape \(1,\), got \(0,\)"),
+    ],
+)
+def test_ends_that_are_none_are_refused(changes, words, rng):
+    arrays = draw(rng, num_queries=8, num_keys=9, head_dim1=4)
+    arrays = {n: x[0] if n == "dkl" else x[0].swapaxes(0, 1) for n, x in arrays.items()}
+    ends = {"cu_seqlens_q": [0, 3, 5, 8], "cu_seqlens_k": [0, 3, 3, 9]}
+    state = forward(arrays, **ends)
+    for call in (forward, lambda *x, **options: backward(*x, state, **options)):
+        with pytest.raises(ValueError, match="^" + words + ".*; pass "):
+            call(arrays, **ends | changes)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"kv_lens": [3]}, ValueError, r"kv_lens: .* entry, shape \(2,\), got \(1,\); pass"),
+        ({"q_lens": [1, 2, 3, 4]}, ValueError, r"q_lens: .* entry, shape \(2,\), got \(4,\); pass"),
+        ({"kv_starts": 1}, ValueError, r"kv_starts: .* entry, shape \(2,\), got \(\); pass"),
+        ({"kv_lens": [1.5, 2.0]}, TypeError, "kv_lens: expected whole numbers, got float64; pass"),
+        ({"window": (1, 2, 3)}, ValueError, r"window: expected two whole .* got \(1, 2, 3\); pass"),
+        ({"window": (1, -2)}, ValueError, r"window: expected two whole .* got \(1, -2\); pass"),
+        (
+            {"window": (1.7, 0.2)},
+            TypeError,
+            r"window: expected two whole .* got \(1.7, 0.2\); pass",
+        ),
+        ({"window": 3}, TypeError, "window: expected two whole numbers .* got 3; pass"),
+        ({"window": (True, 1)}, TypeError, r"window: expected two whole .* got \(True, 1\); pass"),
+        ({"q_offset": 1.5}, TypeError, "q_offset: expected a whole number, got 1.5; pass"),
+    ],
+)
+@pytest.mark.parametrize("num_queries", [4, 0])
+def test_lengths_and_masks_that_do_not_fit_are_refused(options, error, words, num_queries, rng):
+    arrays = draw(rng, batch=2, num_queries=num_queries, num_keys=5, head_dim1=4)
+    state = forward(arrays)
+    for call in (forward, lambda *x, **options: backward(*x, state, **options)):
+        with pytest.raises(error, match="^" + words):
+            call(arrays, **options)
+
+
+def test_lengths_of_lower_ranks_are_one_batch_entry(rng):
+    arrays = draw(rng, batch=1, heads=4, num_queries=4, num_keys=5, head_dim1=4)
+    expected = forward(arrays, kv_lens=[3]).kl[0]
+    folded = {n: x[0] for n, x in arrays.items()}
+    np.testing.assert_array_equal(forward(folded, kv_lens=[3]).kl, expected)
+    with pytest.raises(ValueError, match=r"kv_lens: .* entry, shape \(1,\), got \(4,\)"):
+        forward(folded, kv_lens=[3] * 4)
+
+
+def test_takes_what_the_package_takes(rng):
+    for ours, theirs, more in (
+        (reference.attention_kl, api.attention_kl, {"out"}),
+        (
+            reference.attention_kl_backward,
+            api.attention_kl_backward,
+            {"strategy", "deterministic", "out"},
+        ),
+    ):
+        names, wanted = (list(inspect.signature(f).parameters) for f in (ours, theirs))
+        assert names == [name for name in wanted if name not in more]
+    arrays = draw(rng, num_queries=5, num_keys=5, head_dim1=4)
+    arrays = {n: x[0] if n == "dkl" else x[0].swapaxes(0, 1) for n, x in arrays.items()}
+    ends = {"cu_seqlens_q": [0, 2, 5], "cu_seqlens_k": [0, 4, 5]}
+    hints = {"max_seqlen_q": 3, "max_seqlen_k": 9, "precision": "tf32"}
+    state = forward(arrays, **ends)
+    np.testing.assert_array_equal(forward(arrays, **ends, **hints).kl, state.kl)
+    for one, other in zip(
+        backward(arrays, state, **ends, **hints), backward(arrays, state, **ends), strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
 def direct(
     arrays, *, causal=False, window=None, q_offset=None, scale1=None, scale2=None, layout="bhnd"
 ):
@@ -714,6 +813,13 @@ def test_wrong_upstream_gradient_is_refused(rng):
     arrays["dkl"] = arrays["dkl"][..., :1]
     with pytest.raises(ValueError, match=r"dkl: expected .*\(1, 2, 2\), got \(1, 2, 1\)"):
         backward(arrays, state)
+    packed = {n: x[0] if n == "dkl" else x[0].swapaxes(0, 1) for n, x in draw(rng).items()}
+    ends = {"cu_seqlens_q": [0, 70], "cu_seqlens_k": [0, 70]}
+    state = forward(packed, **ends)
+    packed["dkl"] = packed["dkl"].T
+    words = r"dkl: .* kl, \(H, N_Q\) for packed sequences, \(2, 70\), got \(70, 2\)"
+    with pytest.raises(ValueError, match=words):
+        backward(packed, state, **ends)
 
 
 def test_examples_of_the_docstrings():

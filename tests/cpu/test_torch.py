@@ -433,6 +433,36 @@ def test_vmap_over_nothing(rank: int, generator: Any) -> None:
     assert torch.vmap(gradient)(*inputs).shape == inputs[3].shape
 
 
+@pytest.mark.parametrize(
+    ("size", "batch", "num_queries"), [(3, 2, 0), (0, 2, 5), (3, 0, 5), (0, 2, 0)]
+)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("names", [(), ("lse1",), ("lse1", "lse2"), ("entropy",)], ids=str)
+def test_vmap_over_no_rows(
+    names: tuple[str, ...], padded: bool, size: int, batch: int, num_queries: int
+) -> None:
+    """Shapes are those of the calls one by one, though nothing tells a result from none."""
+    lengths = (num_queries, 7, num_queries, 7)
+    inputs = [torch.ones(size, batch, 4, length, 8, dtype=torch.float64) for length in lengths]
+    rows = (size, batch, 4, num_queries)
+    given = {n: torch.zeros(rows, dtype=torch.float64) for n in names if n != "entropy"}
+    if padded:
+        given["kv_lens"] = torch.ones(size, batch, dtype=torch.int32)
+    has_entropy = "entropy" in names
+
+    def function(*x: Any) -> Any:
+        named = dict(zip(given, x[4:], strict=True))
+        return attention_kl(*x[:4], **named, return_lse=True, return_entropy=has_entropy)
+
+    results = torch.vmap(function)(*inputs, *given.values())
+    assert [x.shape for x in results] == [rows] * (3 + 2 * has_entropy)
+    wanted = tuple(i for i, name in enumerate((*INPUTS, *given)) if name != "kv_lens")
+    gradient = torch.func.grad(lambda *x: function(*x)[0].sum(), argnums=wanted)
+    leaves = [*inputs, *given.values()]
+    for position, one in zip(wanted, torch.vmap(gradient)(*leaves), strict=True):
+        assert one.shape == leaves[position].shape
+
+
 def test_vmap_in_vmap_and_per_sample_weights(generator: Any) -> None:
     inputs = draw(generator, rank=3, extra=(2, 3))
     weights = torch.rand(2, 3, 4, 5, generator=generator, dtype=torch.float64)
@@ -772,6 +802,68 @@ def test_ragged_opcheck_and_compile(name: str, has_entropy: bool, generator: Any
     ours = torch.autograd.grad(compiled(*leaves), leaves)
     for gradient, expected in zip(ours, torch.autograd.grad(loss(*leaves), leaves), strict=True):
         torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_comes_back_to_padding_does_not_matter(dtype: Any, generator: Any) -> None:
+    leaves, lengths = ragged("right", generator)
+    rows = leaves[0].shape[:-1]
+    lse = {n: x.to(dtype) for n, x in draw_lse(generator, rows, ("lse1", "lse2")).items()}
+    every = [*leaves, *(x.requires_grad_() for x in lse.values())]
+    kl, lse1, _ = attention_kl(*leaves, **lse, **lengths, return_lse=True)
+    is_padding = lse1 == -torch.inf
+    assert 0 < is_padding.sum() < is_padding.numel()
+    dkl = torch.randn(rows, generator=generator, dtype=torch.float64).masked_fill(is_padding, 0)
+    expected = torch.autograd.grad(kl, every, dkl, retain_graph=True)
+    poisoned = dkl.masked_fill(is_padding, torch.nan)
+    for ours, theirs in zip(torch.autograd.grad(kl, every, poisoned), expected, strict=True):
+        assert torch.equal(ours, theirs)
+    for of_lse in expected[4:]:
+        assert (of_lse[is_padding] == 0).all()
+        assert (of_lse[~is_padding] != 0).all()
+
+
+def test_ends_that_decrease_are_refused(generator: Any) -> None:
+    leaves, lengths = ragged("packed", generator)
+    for name, ends in (("cu_seqlens_q", [0, 5, 3, 5]), ("cu_seqlens_k", [0, 5, 3, 7])):
+        wrong = lengths | {name: torch.tensor(ends, dtype=torch.int32)}
+        with pytest.raises(ValueError, match=rf"^{name}: .* got 3 after 5 \(index 2\)"):
+            attention_kl(*leaves, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("options", "alike"),
+    [
+        ({"q_offset": 2**70}, {"q_offset": 100}),
+        ({"q_offset": -(2**70)}, {"q_offset": -100}),
+        ({"q_offset": 2**70, "causal": True}, {"q_offset": 100}),
+        ({"window": (2**70, 0)}, {"window": (100, 0)}),
+        ({"window": (2**70, 2**80)}, {}),
+        ({"window": (2**70, 0), "q_offset": 2**70}, {"window": (0, None), "q_offset": 0}),
+        ({"window": (0, 2**70), "q_offset": -(2**70)}, {"window": (None, 0), "q_offset": 0}),
+    ],
+    ids=str,
+)
+def test_numbers_of_more_than_64_bits(
+    options: dict[str, Any], alike: dict[str, Any], generator: Any
+) -> None:
+    inputs = draw(generator)
+    expected = attention_kl(*inputs, **alike)
+    assert torch.equal(attention_kl(*inputs, **options), expected)
+    arrays = [x.numpy() for x in inputs]
+    np.testing.assert_array_equal(reference.attention_kl(*arrays, **options), expected)
+    loss = functional.AttentionKLLoss(**options, reduction="none")
+    assert torch.equal(loss(*inputs), expected)
+    leaves, lengths = ragged("left", generator)
+    ours = attention_kl(*leaves, **lengths, **options)
+    assert torch.equal(ours, attention_kl(*leaves, **lengths, **alike))
+
+
+def test_a_longest_sequence_of_more_than_64_bits(generator: Any) -> None:
+    leaves, lengths = ragged("packed", generator)
+    kl = attention_kl(*leaves, **lengths, max_seqlen_q=2**70, max_seqlen_k=2**63)
+    assert torch.equal(kl, attention_kl(*leaves, **lengths))
+    kl.sum().backward()
 
 
 def test_ragged_under_vmap(generator: Any) -> None:

@@ -3,7 +3,7 @@ the same problems one by one, all else is poison."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from streamkl_cupy import plan
 from streamkl_cupy.problem import INPUTS
 from tests.compare import assert_accurate
-from tests.gpu.card import Expected, Library, run, upload, upload_all
+from tests.gpu.card import Expected, Library, matrix_unit_floor, run, upload, upload_all
 
 # The kernels of each generation, as STREAMKL_FORCE names them; the plan's own where there are none.
 GENERATIONS = {"own": (), "portable": ("forward_sm80", "backward_fused_sm80")}
@@ -45,18 +45,22 @@ class ExpectedParts:
         parts: Sequence[Part],
         mask: Mapping[str, Any],
         wrt: Sequence[str] = INPUTS,
+        *,
+        has_offset: bool = False,
+        of: Callable[..., Expected] = Expected,
     ) -> None:
         rows = inputs["q1"].shape[:-1]
-        self.values = {"kl": np.zeros(rows)}
+        self.has_offset = has_offset
+        self.values = {name: np.zeros(rows) for name in ("kl", "mass1")}
         self.values |= {name: np.full(rows, -np.inf) for name in ("lse1", "lse2")}
         self.values |= {"d" + name: np.zeros(inputs[name].shape) for name in wrt}
         self.baselines = {name: x.copy() for name, x in self.values.items()}
         self.outside = {name: np.ones(x.shape, bool) for name, x in self.values.items()}
         for part in parts:
             cut = {name: x[part.of(name)] for name, x in inputs.items()}
-            expected = Expected(cut, mask, wrt)
-            for name in self.values:
-                self.values[name][part.of(name)] = expected.values[name]
+            expected = of(cut, mask, wrt)
+            for name, value in expected.values.items():
+                self.values[name][part.of(name)] = value
                 self.baselines[name][part.of(name)] = expected.baselines[name]
                 self.outside[name][part.of(name)] = False
 
@@ -65,7 +69,9 @@ class ExpectedParts:
             outside = self.outside[name]
             rest = value[outside].astype(np.float32)
             assert (rest == self.values[name][outside].astype(np.float32)).all(), name
-            assert_accurate(name, value, self.values[name], self.baselines[name], None)
+            exact, baseline = self.values[name], self.baselines[name]
+            floor = matrix_unit_floor(name, baseline, exact) if self.has_offset else None
+            assert_accurate(name, value, exact, baseline, floor)
 
 
 def poison(

@@ -10,14 +10,12 @@ import pytest
 
 import streamkl_cupy as skl
 from streamkl_cupy.problem import INPUTS
-from tests.cases import CASES, Case, plain, scaled, select
+from tests.cases import CASES, Case, enough_draws, plain, scaled, select
 from tests.gpu.card import Cupy, Expected, Torch, random_inputs, run, same_bits, upload_all
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 DTYPES = ("bfloat16", "float16")
-# The lengths that the random draws of one head are too few for: errors of so few numbers vary.
-FEW_NUMBERS = 2048
 
 
 def _parameters() -> Iterator[Any]:
@@ -29,23 +27,9 @@ def _parameters() -> Iterator[Any]:
                 yield pytest.param(case, dtype, id=f"{case}-{dtype}")
 
 
-def _inputs(case: Case, rng: np.random.Generator, dtype: str) -> dict[str, np.ndarray]:
-    """The inputs of a case, several draws as a batch where one draw has few numbers.
-
-    So do large logits, where P1 is one key alone but in a row of a hundred, and only such rows have
-    gradients of side 1: in a draw without any, of norms of 1e-23, float32 has no digit to compare.
-    """
-    first = case.inputs(rng, dtype)
-    logits = first["q1"].shape[-2] * first["k1"].shape[-2]
-    if case.group != "big_logits" and (case.group != "lengths" or logits >= FEW_NUMBERS):
-        return first
-    draws = [first, *(case.inputs(rng, dtype) for _ in range(15))]
-    return {name: np.concatenate([draw[name] for draw in draws]) for name in first}
-
-
 @pytest.mark.parametrize(("case", "dtype"), list(_parameters()))
 def test_every_output(case: Case, dtype: str, rng: np.random.Generator, cupy_library: Cupy) -> None:
-    inputs = _inputs(case, rng, dtype)
+    inputs = enough_draws(case, rng, dtype)
     expected = Expected(inputs, case.options, has_offset=case.group in ("offset", "big_logits"))
     arrays = upload_all(cupy_library, inputs)
     expected.check(run(cupy_library, arrays, case.options, strategy="fused", into=True))

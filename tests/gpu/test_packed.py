@@ -11,7 +11,6 @@ import streamkl_cupy as skl
 from streamkl_cupy import plan
 from streamkl_cupy.problem import INPUTS
 from tests.gpu.card import (
-    STATE,
     Cupy,
     Expected,
     backward_plan,
@@ -187,40 +186,6 @@ def test_the_same_bits_every_time(rng: np.random.Generator, cupy_library: Cupy) 
     ]
     for name in runs[0]:
         assert len({results[name].tobytes() for results in runs}) == 1, name
-
-
-def test_states(rng: np.random.Generator, cupy_library: Cupy) -> None:
-    """Entropies, given log-sum-exps and merges see the same rows."""
-    ends = ENDS["gaps"]
-    inputs = packed_inputs(rng, ends, heads=2)
-    parts = parts_of(ends)
-    poisoned = {n: to_packed(n, x) for n, x in poison(inputs, parts, np.nan).items()}
-    arrays = upload_all(cupy_library, poisoned)
-    on_card = upload_all(
-        cupy_library, {n: np.array(x, np.int32) for n, x in lengths_of(ends).items()}
-    )
-    qk = [arrays[name] for name in INPUTS]
-    state = skl.attention_kl(*qk, **on_card, return_entropy=True)
-    own = {name: cupy_library.get(getattr(state, name)) for name in STATE}
-    entropy, cross = cupy_library.get(state.entropy), cupy_library.get(state.cross_entropy)
-    np.testing.assert_allclose(cross - entropy, own["kl"], atol=1e-5)
-    outside = ~np.isfinite(own["lse1"])
-    assert outside.any()
-    assert (entropy[outside] == 0).all()
-    lse1 = own["lse1"] + 0.7
-    lse1[outside] = np.nan
-    given = skl.attention_kl(*qk, **on_card, lse1=upload(cupy_library, lse1), return_state=True)
-    mass1 = cupy_library.get(given.mass1)
-    np.testing.assert_allclose(mass1[~outside], np.exp(-0.7), rtol=1e-4)
-    assert (mass1[outside] == 0).all()
-    assert (cupy_library.get(given.kl)[outside] == 0).all()
-    gradients = skl.attention_kl_backward(arrays["dkl"], *qk, given, wrt=("q2", "k2"), **on_card)
-    plain = skl.attention_kl_backward(arrays["dkl"], *qk, state, wrt=("q2", "k2"), **on_card)
-    for ours, whole in zip(gradients, plain, strict=True):
-        a, b = (cupy_library.get(x).astype(np.float32) for x in (ours, whole))
-        np.testing.assert_allclose(a, b * np.exp(-0.7), atol=2e-2)
-    merged = skl.merge_states(state, state)
-    np.testing.assert_allclose(cupy_library.get(merged.kl), own["kl"], atol=1e-5)
 
 
 def test_decoding_is_split(rng: np.random.Generator, cupy_library: Cupy) -> None:
