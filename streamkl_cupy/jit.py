@@ -3,10 +3,10 @@
 sources -> digest -> NVRTC -> cubin on disk -> ``cupy.RawModule`` -> function.
 
 A cubin is kept in a per-user directory under a name that holds a digest of everything it depends
-on: every file of ``cuda_src``, the options, the architecture, the template arguments and the NVRTC
-library. Beside it lies a JSON file with the checksum, the symbol and the log of ptxas. Finding a
-cubin imports no compiler, so a second process starts fast; compiling needs neither a GPU nor a
-driver, nor CuPy.
+on: every source in ``cuda_src``, the options, the architecture, the template arguments and the
+NVRTC library. Beside it lies a JSON file with the checksum, the symbol and the log of ptxas.
+Finding a cubin imports no compiler, so a second process starts fast; compiling needs neither a GPU
+nor a driver, nor CuPy.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ _OPTIONS: dict[str, Any] = {
     "ptxas_options": ["-v"],
 }
 
+_SUFFIXES = (".cu", ".cuh")
 _KERNEL_PATTERN = re.compile(r"[a-z][a-z0-9_]*")
 _ARCH_PATTERN = re.compile(r"sm_[0-9]{2,3}[af]?")
 _FILE_PATTERN = re.compile(r"([a-z][a-z0-9_]*-sm_[0-9]{2,3}[af]?-[0-9a-f]{32})\.(cubin|json)")
@@ -215,7 +216,7 @@ def source_directory() -> Path:
 
 
 def source_digest(sources: Path | None = None) -> str:
-    """Digest of the name and the content of every file below the directory of the sources.
+    """Digest of the name and the content of every source, ``.cu`` or ``.cuh``, below a directory.
 
     Parameters
     ----------
@@ -235,6 +236,8 @@ def source_digest(sources: Path | None = None) -> str:
     root = str(source_directory() if sources is None else sources)
     digest = hashlib.sha256()
     for relative, path in sorted(_files_below(root, "")):
+        if not relative.endswith(_SUFFIXES):  # the README compiles to nothing
+            continue
         with open(path, "rb") as file:
             content = file.read()
         digest.update(f"{relative}\0{len(content)}\0".encode())

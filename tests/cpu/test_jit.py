@@ -182,7 +182,7 @@ except RuntimeError as error:
     )
 
 
-def test_digest_sees_names_and_contents_of_all_files_and_no_place(
+def test_digest_sees_names_and_contents_of_all_sources_and_no_place(
     sources: Path, tmp_path: Path
 ) -> None:
     digests = [jit.source_digest(sources)]
@@ -195,6 +195,8 @@ def test_digest_sees_names_and_contents_of_all_files_and_no_place(
     (sources / "ptx" / "new.cuh").touch()
     digests.append(jit.source_digest(sources))
     assert len(set(digests)) == 4
+    (sources / "README.md").write_text("what is no source compiles to nothing")
+    assert jit.source_digest(sources) == digests[-1]
 
 
 def test_digest_of_the_package() -> None:
@@ -425,7 +427,7 @@ def test_everything_that_matters_is_in_the_key(
     paths.add(jit.build("toy", TEMPLATE, "sm_80", sources=sources).path)
     monkeypatch.setitem(jit._OPTIONS, "fma", False)
     paths.add(jit.build("toy", TEMPLATE, "sm_80", sources=sources).path)
-    (sources / "README.md").write_text("read me")
+    (sources / "new.cuh").touch()
     paths.add(jit.build("toy", TEMPLATE, "sm_80", sources=sources).path)
     assert len(paths) == len(fake) == 7
 
