@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 import streamkl_cupy as skl
-from bench import readme
+from bench import cases, readme
 from bench.report import Report, Row
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -250,6 +251,12 @@ def test_a_figure_changed_by_hand_is_found(tmp_path: Path) -> None:
     assert speed_problems(text.replace("3.14", "2.14"), tmp_path) == [f"not what ['{path}'] say"]
     made_up = "<!-- speed:begin -->\nTwice as fast: 600 TFLOP/s\n<!-- speed:end -->\n"
     assert speed_problems(made_up, tmp_path) == ["figures without a file of results"]
+
+
+def test_the_recorded_accuracy_has_every_problem() -> None:
+    """A problem that came in after the last run on a card is not measured yet."""
+    rows = json.loads((ROOT / "bench/results/accuracy.json").read_text())["rows"]
+    assert {row["case"] for row in rows} == {cell.label for cell in cases.accuracy()}
 
 
 def test_results_of_two_cards_make_no_table(tmp_path: Path) -> None:
