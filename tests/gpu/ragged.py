@@ -95,6 +95,24 @@ def from_packed(x: np.ndarray) -> np.ndarray:
     return x[None] if x.ndim == 2 else x.swapaxes(0, 1)[None]
 
 
+def upload_ragged(
+    library: Library, inputs: Mapping[str, np.ndarray], lengths: Mapping[str, Sequence[int]]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is ``(B, H, N, ...)``, packed if the lengths say so, and the lengths."""
+    if "cu_seqlens_q" in lengths:
+        inputs = {name: to_packed(name, x) for name, x in inputs.items()}
+    on_card = {n: upload(library, np.array(x, np.int32)) for n, x in lengths.items()}
+    return upload_all(library, inputs), on_card
+
+
+def unpacked(
+    results: Mapping[str, np.ndarray], lengths: Mapping[str, Sequence[int]]
+) -> dict[str, np.ndarray]:
+    """Results as ``(B, H, N, ...)``, be they packed or not."""
+    is_packed = "cu_seqlens_q" in lengths
+    return {name: from_packed(x) if is_packed else x for name, x in results.items()}
+
+
 def run_ragged(
     library: Library,
     inputs: Mapping[str, np.ndarray],
@@ -104,12 +122,8 @@ def run_ragged(
     **choices: Any,
 ) -> dict[str, np.ndarray]:
     """Forward and backward; inputs and results are ``(B, H, N, ...)``, packed or not."""
-    is_packed = "cu_seqlens_q" in lengths
-    if is_packed:
-        inputs = {name: to_packed(name, x) for name, x in inputs.items()}
-    arrays = upload_all(library, inputs)
-    on_card = {n: upload(library, np.array(x, np.int32)) for n, x in lengths.items()}
+    arrays, on_card = upload_ragged(library, inputs, lengths)
     kernels = dict(zip(("forward_kernel", "backward_kernel"), force, strict=False))
     with plan.override(**kernels):
         results = run(library, arrays, {**mask, **on_card}, into=True, **choices)
-    return {n: from_packed(x) for n, x in results.items()} if is_packed else results
+    return unpacked(results, lengths)

@@ -20,14 +20,8 @@ from streamkl_cupy import reference
 from streamkl_cupy.problem import INPUTS
 from tests.cases import Arrays, Case, enough_draws, plain, select
 from tests.compare import assert_accurate
-from tests.gpu.card import Cupy, Expected, Torch, random_inputs, same_bits, upload, upload_all
-from tests.gpu.ragged import (
-    ExpectedParts,
-    Part,
-    from_packed,
-    run_ragged,
-    to_packed,
-)
+from tests.gpu.card import Cupy, Expected, Torch, random_inputs, same_bits
+from tests.gpu.ragged import ExpectedParts, Part, run_ragged, unpacked, upload_ragged
 from tests.gpu.test_entropy import textbook as textbook_entropies
 from tests.gpu.test_normalisers import GIVEN, ExpectedGiven, outside
 
@@ -191,12 +185,7 @@ def results_of(
     **choices: Any,
 ) -> dict[str, np.ndarray]:
     """The named rows of a state, and gradients, as ``(B, H, N, ...)``."""
-    is_packed = "cu_seqlens_q" in batch.lengths
-    hosts = batch.inputs | dict(rows_given or {})
-    if is_packed:
-        hosts = {name: to_packed(name, x) for name, x in hosts.items()}
-    arrays = upload_all(library, hosts)
-    on_card = {n: upload(library, np.array(x, np.int32)) for n, x in batch.lengths.items()}
+    arrays, on_card = upload_ragged(library, batch.inputs | dict(rows_given or {}), batch.lengths)
     qk, kept = [arrays[name] for name in INPUTS], {**options, **on_card}
     lse = {name: arrays[name] for name in rows_given or {}}
     asked = "return_entropy" if return_entropy else "return_state"
@@ -207,8 +196,7 @@ def results_of(
             arrays["dkl"], *qk, state, wrt=tuple(wrt), **kept, **choices
         )
         found |= zip(["d" + name for name in wrt], gradients, strict=True)
-    ours = {name: library.get(x) for name, x in found.items()}
-    return {name: from_packed(x) for name, x in ours.items()} if is_packed else ours
+    return unpacked({name: library.get(x) for name, x in found.items()}, batch.lengths)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -288,28 +276,21 @@ def test_keys_in_parts(kind: str, rng: np.random.Generator, cupy_library: Cupy) 
             parts.append(part._replace(keys=slice(*ends)))
         entries = [{n: x[part.of(n)][0] for n, x in batch.inputs.items()} for part in parts]
         halves.append((parts, KINDS[kind](entries)))
-    is_packed = kind == "packed"
     calls = []
     for _, half in halves:
-        hosts = half.inputs
-        if is_packed:
-            hosts = {name: to_packed(name, x) for name, x in hosts.items()}
-        arrays = upload_all(cupy_library, hosts)
-        on_card = {n: upload(cupy_library, np.array(x, np.int32)) for n, x in half.lengths.items()}
+        arrays, on_card = upload_ragged(cupy_library, half.inputs, half.lengths)
         calls.append((arrays, [arrays[name] for name in INPUTS], on_card))
     states = [skl.attention_kl(*qk, **lens, return_state=True) for _, qk, lens in calls]
     whole = skl.merge_states(*states)
     ours = {name: cupy_library.get(getattr(whole, name)) for name in ("kl", "lse1", "lse2")}
-    if is_packed:
-        ours = {name: from_packed(x) for name, x in ours.items()}
+    ours = unpacked(ours, batch.lengths)
     rows = ours["kl"].shape[2]  # padding of the queries is as wide in all parts
     assert rows == batch.inputs["q1"].shape[2]
     found = {n: np.zeros(batch.inputs[n].shape, batch.inputs[n].dtype) for n in ("k1", "k2")}
     for (arrays, qk, lens), (parts, half) in zip(calls, halves, strict=True):
         gradients = skl.attention_kl_backward(arrays["dkl"], *qk, whole, wrt=("k1", "k2"), **lens)
-        for name, gradient in zip(("k1", "k2"), gradients, strict=True):
-            value = cupy_library.get(gradient)
-            value = from_packed(value) if is_packed else value
+        values = dict(zip(("k1", "k2"), map(cupy_library.get, gradients), strict=True))
+        for name, value in unpacked(values, half.lengths).items():
             for part, placed in zip(parts, half.parts, strict=True):
                 found[name][part.of(name)] = value[placed.of(name)]
     expected.check(ours | {"d" + name: x for name, x in found.items()})
@@ -361,15 +342,10 @@ def test_a_graph_replayed_with_new_lengths(
     kind: str, rng: np.random.Generator, torch: Any, torch_library: Torch
 ) -> None:
     """Only the card reads where sequences lie, so a replay finds those of its own time."""
-    is_packed, options = kind == "packed", {"causal": True}
-
-    def on_card(batch: Batch) -> dict[str, Any]:
-        hosts = {n: to_packed(n, x) if is_packed else x for n, x in batch.inputs.items()}
-        lengths = {n: np.array(x, np.int32) for n, x in batch.lengths.items()}
-        return upload_all(torch_library, hosts | lengths)
+    options = {"causal": True}
 
     def compute() -> dict[str, Any]:
-        qk, lengths = [static[n] for n in INPUTS], {n: static[n] for n in first.lengths}
+        qk = [static[n] for n in INPUTS]
         state = skl.attention_kl(*qk, **options, **lengths, return_state=True)
         gradients = skl.attention_kl_backward(
             static["dkl"], *qk, state, wrt=INPUTS, **options, **lengths
@@ -378,7 +354,7 @@ def test_a_graph_replayed_with_new_lengths(
         return rows | dict(zip(["d" + n for n in INPUTS], gradients, strict=True))
 
     first = batch_of_three(rng, kind)
-    static = on_card(first)
+    static, lengths = upload_ragged(torch_library, first.inputs, first.lengths)
     compute()  # compiled and loaded
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -386,13 +362,13 @@ def test_a_graph_replayed_with_new_lengths(
         results = compute()
     for turn in range(3):
         batch = batch_of_three(rng, kind, turn=turn)
-        for name, array in on_card(batch).items():
-            static[name].copy_(array)
+        arrays, on_card = upload_ragged(torch_library, batch.inputs, batch.lengths)
+        for name, array in (arrays | on_card).items():
+            (static | lengths)[name].copy_(array)
         for array in results.values():
             array.fill_(float("nan"))
         graph.replay()
         torch.cuda.synchronize()
         ours = {name: torch_library.get(x) for name, x in results.items()}
-        if is_packed:
-            ours = {name: from_packed(x) for name, x in ours.items()}
-        ExpectedParts(batch.inputs, batch.parts, options).check(ours)
+        expected = ExpectedParts(batch.inputs, batch.parts, options)
+        expected.check(unpacked(ours, batch.lengths))
